@@ -1,5 +1,6 @@
-"""Does a signal do what the table says? INT, TERM and USR1 at random moments to `mpitrain launch`, to Open MPI's mpirun
-and to single ranks, each end compared with its row of docs/fault-tolerance.md.
+"""Does a signal do what the table says? INT, TERM, USR1, HUP and QUIT at random moments to `mpitrain launch`, to Open
+MPI's mpirun and to single ranks, each end compared with its row of docs/fault-tolerance.md; and TERM twice, at once, as
+a preemption without grace sends it, after 6 s by hand, and after 6 s with the variables of a batch job.
 
     python benchmarks/signals.py [--kills 20] [--seed 0] [--ranks 2]
 
@@ -32,7 +33,11 @@ from mpitrain.system import rank_status
 
 PAGE = HERE.parent / "docs" / "fault-tolerance.md"
 RECEIVERS = ("launch", "mpirun", "rank")
-SIGNALS = ("INT", "TERM", "USR1")
+SIGNALS = ("INT", "TERM", "USR1", "HUP", "QUIT")
+# The signals of each kind of end, with the seconds before each but the first.
+ENDS: dict[str, tuple[tuple[str, ...], float]] = {name: ((name,), 0.0) for name in SIGNALS}
+ENDS |= {"TERM at once": (("TERM", "TERM"), 0.3), "TERM later": (("TERM", "TERM"), 6.0)}
+ENDS |= {"HUP and TERM later": (("HUP", "TERM"), 6.0), "TERM later, in a batch job": (("TERM", "TERM"), 6.0)}
 DEADLINE_S = 300.0
 PHASES = ("start", "train", "end")
 
@@ -78,7 +83,7 @@ def allowed(rows: list[Row], receiver: str, name: str, phases: set[str]) -> Iter
 class Run:
     """One start of the job. `receiver`: whom the signal is for."""
 
-    def __init__(self, folder: Path, receiver: str, ranks: int):
+    def __init__(self, folder: Path, receiver: str, ranks: int, in_batch: bool = False):
         self.run_dir, self.receiver = folder / "run", receiver
         self.statuses = folder / "statuses"
         folder.mkdir()
@@ -88,7 +93,7 @@ class Run:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
             "OMP_NUM_THREADS": "1",
-        }
+        } | ({"PBS_JOBID": "1.here"} if in_batch else {})
         if receiver == "launch":
             command = [*python, "launch", "-n", str(ranks), *train]
         else:
@@ -122,15 +127,29 @@ class Run:
         trains = told and any(one.state in (rank_status.READY, rank_status.ENDED) for one in told.values())
         return "train" if trains else "start"
 
-    def send(self, number: signal.Signals, draw: random.Random) -> None:
-        """To the receiver."""
+    def send(self, name: str, draw: random.Random) -> bool:
+        """All signals of this kind to the receiver; whether the last has come to one that was there."""
         pid = self.process.pid
         if self.receiver == "rank":
             pid = int(draw.choice(sorted(self.told().items()))[1].process.split(":")[2])
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            pass
+        numbers, between_s = ENDS[name]
+        for index, number in enumerate(numbers):
+            until_s = time.monotonic() + between_s * bool(index)
+            while time.monotonic() < until_s and self.process.poll() is None:
+                time.sleep(0.02)
+            if self.process.poll() is not None:
+                return False
+            try:
+                os.kill(pid, getattr(signal, f"SIG{number}"))
+            except ProcessLookupError:
+                return False
+        return True
+
+    def stacks(self) -> bool:
+        """Whether there are stacks: in the run's folder, or among what its ranks have printed."""
+        return bool(list((self.run_dir / "stacks").glob("rank-*.txt"))) or "most recent call first" in (
+            self.run_dir.parent / "out"
+        ).read_text(errors="replace")
 
     def code(self) -> int | None:
         """The exit code; None if it had to be ended."""
@@ -151,22 +170,23 @@ def one_run(
     folder: Path, receiver: str, name: str, rows: list[Row], draw: random.Random, options: Any
 ) -> dict[str, Any]:
     """Send one signal at a random moment, and compare."""
-    run = Run(folder, receiver, options.ranks)
+    run = Run(folder, receiver, options.ranks, "batch" in name)
     while not run.listens() and run.process.poll() is None:
         time.sleep(0.01)
     at_s = draw.uniform(0.0, options.length_s)
     time.sleep(at_s)
     before = run.phase()
-    if sent := run.process.poll() is None:
-        run.send(getattr(signal, f"SIG{name}"), draw)
+    again = run.send(name, draw) if (sent := run.process.poll() is None) else False
     time.sleep(0.05)
     after = run.phase()
     sent_s = time.monotonic()
     code = run.code()
     phases = set(PHASES[PHASES.index(before) : PHASES.index(after) + 1])
-    found = list(
-        allowed(rows, receiver, name, phases | ({"validate", "write"} if "train" in phases else set()))
-    )
+    phases |= {"validate", "write"} if "train" in phases else set()
+    first, *more = ENDS[name][0]
+    found = list(allowed(rows, receiver, first, phases))
+    if more and again and name not in ("TERM at once", "TERM later, in a batch job"):
+        found += allowed(rows, receiver, f"second {more[0]}", phases)
     result = run.result()
     checkpoint = newest(run.run_dir) if (run.run_dir / "checkpoints").exists() else None
     written = (
@@ -182,7 +202,8 @@ def one_run(
     return {
         "receiver": receiver, "signal": name, "sent": sent, "at_s": round(at_s, 2), "phases": sorted(phases),
         "code": code,
-        "written": written, "ended_after_s": round(time.monotonic() - sent_s, 2), "as_told": bool(fits),
+        "written": written, "stacks": run.stacks(),
+        "ended_after_s": round(time.monotonic() - sent_s, 2), "as_told": bool(fits),
         "started_again": "restart" in (folder / "out").read_text(),
     }  # fmt: skip
 
@@ -193,7 +214,7 @@ def main() -> None:
     parser.add_argument("--kills", "--launches", dest="launches", type=int, default=20, help="of each signal")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=SIGNALS)
+    parser.add_argument("--signals", nargs="+", choices=list(ENDS), default=list(ENDS))
     options = parser.parse_args()
     rows, draw, ran = read_table(), random.Random(options.seed), []
     with tempfile.TemporaryDirectory() as scratch:
@@ -210,6 +231,8 @@ def main() -> None:
                     shutil.rmtree(folder, ignore_errors=True)
                     found = one_run(folder, RECEIVERS[number % 3], name, rows, draw, options)
                     sent = found.pop("sent")
+                if name == "QUIT" and found["receiver"] != "mpirun":
+                    found["as_told"] &= found["stacks"] or "end" in found["phases"]
                 ran.append(found)
                 print(ran[-1], flush=True)
                 if not ran[-1]["as_told"]:

@@ -32,9 +32,10 @@ COMMAND is `train ...`, `sweep ...`, `predict ...`, `ensemble ...`,
 `data pack ...`, `env`, or a script (`script.py ...`). Options of launch come
 before it, those of the command after.
 
-Ctrl-C ends the ranks (exit code 130). SIGTERM and SIGUSR1 ask `train` for a
-checkpoint, then end it (75); a second SIGTERM ends it at once (143). Nothing is
-started again after any of them.
+Ctrl-C ends the ranks (exit code 130). SIGTERM, SIGHUP and SIGUSR1 ask `train`
+for a checkpoint, then end it (75); a second SIGTERM after 5 s ends it at once
+(143), but not inside a batch job. Nothing is started again after any of them.
+SIGQUIT (Ctrl-\\) writes the stacks of all ranks, which go on.
 
 examples:
   mpitrain launch -n 4 train jobs/digits.py --epochs 3
@@ -192,8 +193,9 @@ class _Launch:
             return self.trains and run_dir is not None and result_mark(run_dir) not in (None, before)
 
         supervisor = Supervisor(
-            self.launcher.flavour, self.requests, folder, watch, finished, self.trains, self.survives_deaths
-        )
+            self.launcher.flavour, self.requests, folder, watch, finished, self.trains, self.survives_deaths,
+            str(run_dir / "stacks") if run_dir else "",
+        )  # fmt: skip
         command, env = self._command(folder)
         outcome = supervisor.run([*command, *more], env)
         if outcome.reason:

@@ -35,7 +35,8 @@ from mpitrain.cli import (
 from mpitrain.cli.config import words_of
 from mpitrain.cli.parser import Parser
 from mpitrain.errors import EXIT_INTERRUPTED, AgreedError, MpitrainError, UsageError, printable
-from mpitrain.system import rank_status
+from mpitrain.system import rank_status, stacks
+from mpitrain.system.end_requests import ENDS
 from mpitrain.system.launch_variables import is_rank, launched_rank
 
 _DESCRIPTION = """\
@@ -113,9 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     on purpose pass through to the interpreter, and under MPI to the runtime's hook, which ends the job.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    if is_rank():
+        stacks.listen()
     if is_rank() and argv[:1] in (["train"], ["sweep"]) and "--dry-run" not in argv:
         # until `run_train` or `run_sweep` hears them: a signal that comes meanwhile waits, in place of ending the rank
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGTERM))
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, *ENDS))
     arguments = parse(argv)
     try:
         return int(arguments.run(arguments))

@@ -106,7 +106,7 @@ def add_parser(commands: Any) -> None:
     run.add_argument(
         "--checkpoint-every",
         metavar="WHEN",
-        help=f"{CHECKPOINT_TIMES}; SIGUSR1 and SIGTERM write one and end the run with exit code 75",
+        help=f"{CHECKPOINT_TIMES}; SIGUSR1, SIGTERM and SIGHUP write one and end the run with exit code 75",
     )
     run.add_argument(
         "--resume",

@@ -132,7 +132,7 @@ class Job:
         drop_last: leave an incomplete last batch of an epoch out, unless an epoch has no complete one.
         checkpoint_every: accepted samples ("5000"), seconds ("60s"), "auto" (from the measured cost of one and
             `mtbf_s`, the mean time between failures in seconds: Young 1974, Daly 2006) or "never"; a run that is asked
-            to end (SIGUSR1, SIGTERM) writes one in any case. keep_checkpoints: how many complete ones stay.
+            to end (SIGUSR1, SIGTERM, SIGHUP) writes one in any case. keep_checkpoints: how many complete ones stay.
         synthetic: samples for `--synthetic`, which needs no files.
         stages: how `pipeline(stages=K)` splits the model by layers: names of submodules which, called one after
             the other, are the model, cut into K runs of about equally many parameters; or

@@ -1,10 +1,12 @@
 """Watching over a launch: what signals to `mpitrain launch` mean, and when it ends ranks by force.
 
-Invariants: INT ends the job, TERM and USR1 ask it to write a checkpoint and to end, a second INT or TERM ends it at
-once, and after any of them nothing is started again. The request travels through the launch's folder
-(`rank_status.py`), because every MPI launcher handles a signal in its own way: Open MPI's kills its ranks at INT and
-TERM, Hydra and srun hand them on, and a rank that still imports dies of USR1. When to give a launch up is a rule
-without clock or process (`watch.py`).
+Invariants: INT ends the job, TERM, HUP and USR1 ask it to write a checkpoint and to end, a second INT ends it at once,
+as does a second TERM or HUP when `end_requests.py` says so, and after any of them nothing is started again. QUIT asks
+the ranks for their stacks. The request travels through the launch's folder (`rank_status.py`), because every MPI
+launcher handles a signal in its own way: Open MPI's kills its ranks at INT, TERM and HUP, Hydra and srun hand them on,
+and a rank that still imports dies of USR1. So the launcher is out of the terminal's reach, in a session of its own, and
+this process alone hears what the terminal sends. When to give a launch up is a rule without clock or process
+(`watch.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,11 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import EXIT_ENDED_AT_ONCE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_REQUEUE, MpitrainError
+from mpitrain.launch import terminal
 from mpitrain.launch.exit_codes import code_of
 from mpitrain.launch.guard import guarded
 from mpitrain.launch.left_behind import remove_left_behind
 from mpitrain.launch.watch import Watch, named, stage_of
 from mpitrain.system import rank_status
+from mpitrain.system.end_requests import EndRequests, asking
 from mpitrain.system.processes import is_gone, send_signal
 from mpitrain.system.rank_status import ENDED, READY, RankStatus
 
@@ -47,33 +52,45 @@ class Requests:
 
     def __init__(self) -> None:
         self.stop, self.abort, self.at_once = False, 0, False
-        self.from_terminal = False  # the terminal has sent INT to the MPI launcher too
-        self.num_heard = self.num_usr1 = self.num_terms = 0
+        self.num_heard = self.num_usr1 = self.num_ends = self.num_quits = 0
+        self.child: subprocess.Popen[bytes] | None = None  # the launcher, which Ctrl-Z does not reach
+        self._ends = EndRequests()
         self._kept: dict[int, Any] = {}
 
     def __enter__(self) -> Requests:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGINT, signal.SIGQUIT, *asking()):
             self._kept[number] = signal.signal(number, lambda number, _: self.hear(number))
+        if terminal.has_terminal():
+            self._kept[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, lambda *_: self._stand_still())
         return self
 
     def __exit__(self, *error: Any) -> None:
         for number, handler in self._kept.items():
             signal.signal(number, handler)
 
-    def hear(self, number: int) -> None:
+    def hear(self, number: int, now_s: float | None = None) -> None:
         """The meaning of one signal."""
         self.num_heard += 1
+        if number == signal.SIGQUIT:
+            self.num_quits += 1
+            return
         self.at_once = self.at_once or (bool(self.abort) and number != signal.SIGUSR1)
         if number == signal.SIGUSR1:
             self.num_usr1 += 1
         elif number == signal.SIGINT:
-            self.from_terminal = self.from_terminal or terminal_is_ours()
             self.abort = self.abort or EXIT_INTERRUPTED
         else:
-            self.num_terms += 1
-            if self.num_terms > 1:
+            self.num_ends += 1
+            if self._ends.hear(time.monotonic() if now_s is None else now_s):
                 self.abort, self.at_once = self.abort or EXIT_ENDED_AT_ONCE, True
         self.stop = True
+
+    def _stand_still(self) -> None:
+        for number in (signal.SIGTSTP, signal.SIGCONT):
+            if self.child is not None and self.child.poll() is None:
+                _send(self.child, number)
+            if number == signal.SIGTSTP:
+                os.kill(os.getpid(), signal.SIGSTOP)
 
     def exit_code(self, code: int) -> int:
         """Of a launch that is not continued because of these requests; `code`: how its ranks have ended."""
@@ -114,11 +131,8 @@ def died_early(
     begun = len(statuses) == num_ranks and all(
         status.stage >= stage_of(READY) for status in statuses.values()
     )
-    died = code > 128 and code - 128 not in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGUSR1,
-    )  # which ask for an end
+    asks_for_an_end = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    died = code > 128 and code - 128 not in asks_for_an_end
     return died and len(wordless) == len(statuses) and not begun, ""
 
 
@@ -131,6 +145,7 @@ class Supervisor:
         requests: listened to by the caller.
         folder: what ranks report (`rank_status.py`); None where they cannot.
         watch: when to give up; finished: whether a complete result is there.
+        stacks: the folder for the ranks' stacks; empty: their standard error.
         trains: whether the ranks are `mpitrain train`'s, which listen to requests from their first step on.
         survives_deaths: whether ranks may go on without one that dies.
     """
@@ -142,6 +157,7 @@ class Supervisor:
     finished: Callable[[], bool] = lambda: False
     trains: bool = False
     survives_deaths: bool = False
+    stacks: str = ""
     _statuses: dict[int, RankStatus] = field(default_factory=dict)
 
     def run(self, command: Sequence[str], env: Mapping[str, str]) -> Outcome:
@@ -151,9 +167,10 @@ class Supervisor:
             return Outcome(self.requests.exit_code(EXIT_REQUEUE), final=True)
         remove_left_behind()
         try:
-            child = subprocess.Popen(list(command), env={**os.environ, **env})
+            child = terminal.start(command, {**os.environ, **env})
         except OSError as error:
             raise MpitrainError(f"{command[0]} cannot be started: {error}") from error
+        self.requests.child = child
         try:
             with guarded(child.pid, **self._facts()):
                 outcome = self._watch_over(child)
@@ -187,7 +204,7 @@ class Supervisor:
     def _watch_over(self, child: subprocess.Popen[bytes]) -> Outcome:
         asked_s = result_s = left_s = None
         look_s = 0.0
-        heard = handed_on = 0
+        heard = handed_on = quits = 0
         while (code := _ended(child)) is None:
             now_s, requests = time.monotonic(), self.requests
             if requests.abort:
@@ -195,6 +212,9 @@ class Supervisor:
             if now_s < look_s and requests.num_heard == heard:
                 continue
             heard = requests.num_heard
+            if requests.num_quits > quits:
+                quits = requests.num_quits
+                self._ask_for_stacks()
             statuses = self._look()
             look_s = now_s + LOOK_EVERY_S + len(statuses) / 1000  # a file each
             stop = (
@@ -209,7 +229,7 @@ class Supervisor:
                 if requests.num_usr1 > handed_on:  # a script's own affair
                     handed_on = requests.num_usr1
                     _send(child, signal.SIGUSR1)
-                if requests.num_terms:
+                if requests.num_ends:
                     return self._end(child, EXIT_ENDED_AT_ONCE, "", True)
             if asked_s is not None and now_s - asked_s > UNHEARD_S and not _any_began(statuses):
                 return self._end(child, EXIT_REQUEUE, "it was asked to end before its first step", True)
@@ -243,6 +263,14 @@ class Supervisor:
         self.watch.forgive(now_s)  # on a full disk every rank is silent
         return ""
 
+    def _ask_for_stacks(self) -> None:
+        if self.folder is None:
+            told = "no rank can be asked for its stacks: send QUIT to the ranks"
+        else:
+            rank_status.request_stacks(self.folder, self.stacks)
+            told = f"the ranks write their stacks {f'to {self.stacks}' if self.stacks else 'here'}, and go on"
+        print(f"mpitrain: {told}", file=sys.stderr, flush=True)
+
     def _num_ranks(self) -> int:
         return self.watch.num_ranks if self.watch else 0
 
@@ -273,7 +301,7 @@ class Supervisor:
         began_s = time.monotonic()
         polite = signal.SIGTERM if self.flavour == "openmpi" else signal.SIGINT
         # Open MPI's takes a second signal for leave to skip its clean-up; the others want several INTs within a second
-        next_s = began_s + (END_GRACE_S / 2 if self.requests.from_terminal else 0.0)
+        next_s = began_s
         while _ended(child) is None:
             now_s = time.monotonic()
             if now_s - began_s > END_GRACE_S or self.requests.at_once:
@@ -343,17 +371,3 @@ def _any_began(statuses: Mapping[int, RankStatus]) -> bool:
 def _send(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         child.send_signal(number)
-
-
-def terminal_is_ours() -> bool:
-    """Whether this process is in the foreground of a terminal, which then sends INT to its whole group."""
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)

@@ -18,7 +18,7 @@ import sys
 import mpi4py
 
 from mpitrain.mpi.faults.level import asks_for_heartbeat, asks_for_ulfm
-from mpitrain.system import rank_status
+from mpitrain.system import end_requests, rank_status
 
 # A rank has two busy threads, its own computing and MPI's; where cores are scarce, an MPI call that spins in wait for
 # a peer would steal the core from its own backward pass. Yielding costs nothing measurable where cores abound.
@@ -47,5 +47,7 @@ if (
     mpi4py.rc(initialize=True, threads=True, thread_level=level, finalize=False, errors="exception")
 
 from mpi4py import MPI  # after rc is set
+
+end_requests.take_hup_back()  # UCX takes it for its debugger while MPI starts
 
 __all__ = ["MPI"]

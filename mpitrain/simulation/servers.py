@@ -41,6 +41,7 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign_workers
+from mpitrain.system.interrupts import interruptible
 from mpitrain.training.averaged_model import join
 from mpitrain.training.job_file import load_job
 from mpitrain.training.judge import NOBODY_LEFT
@@ -54,6 +55,7 @@ from mpitrain.training.validation import Measure
 from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw, VirtualWorld
 
 
+@interruptible()
 def simulate(
     job: Job,
     strategy: Strategy | None = None,

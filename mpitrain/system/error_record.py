@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mpitrain.errors import EXIT_ERROR, EXIT_INTERRUPTED, MpitrainError
+from mpitrain.system import interrupts
 from mpitrain.system.folders import make_private
 
 
@@ -33,6 +34,8 @@ def exit_code(error: BaseException) -> int:
 def is_interrupt(error: BaseException) -> bool:
     """True if this rank got SIGINT: C++ code that runs at that moment, such as torch's backward pass, raises another
     error, which keeps the interrupt's name or has it as its context."""
+    if interrupts.heard():
+        return True
     seen: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in seen:

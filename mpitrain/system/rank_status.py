@@ -3,6 +3,7 @@
     FOLDER/launch.json      how often a rank has to report that it lives
     FOLDER/rank-3.json      who rank 3 is, how far its start-up has come, its last beat and progress
     FOLDER/requests/stop    the launch asks all ranks to write a checkpoint and to end
+    FOLDER/requests/stacks-1    for the first time, for the stacks of their threads; it holds the folder for them
 
 Invariants: files, no signals and no MPI, so that it works before MPI is started, while it hangs, on every host and
 under every launcher. A rank whose launch has named no folder reports nothing. A folder that cannot be written to ends
@@ -21,12 +22,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpitrain.system import stacks
 from mpitrain.system.atomic import write_whole
-from mpitrain.system.launch_variables import is_rank, launched_local_rank, launched_rank
+from mpitrain.system.launch_variables import is_rank, launched_local_rank, launched_rank, launched_size
 from mpitrain.system.processes import identity
 
 VARIABLE = "MPITRAIN_LAUNCH_DIR"
 LOOK_EVERY_S = 0.5  # for a request; rank 0 of each node looks, or everybody where nobody knows who that is
+FEW_RANKS = 32  # they may all look so often
 # What a rank is at; in MPI_Init its other threads stand still, so it is silent there and waits all the same.
 IMPORTING, STARTING_MPI, STARTED, READY, ENDED = "importing", "starting MPI", "preparing", "training", "ended"
 _ORDER = (IMPORTING, STARTING_MPI, STARTED, READY, ENDED)
@@ -75,7 +78,9 @@ class Reporter:
         self.status = RankStatus(rank, socket.gethostname(), identity())
         self.stop_requested = threading.Event()
         self.was_asked = False  # set by a signal's handler, which must not wait for the lock
-        self.looks = not launched_local_rank()  # for requests
+        self.looks = not launched_local_rank()  # for requests to end
+        self._always_looks = 0 < (launched_size() or 0) <= FEW_RANKS
+        self._num_stacks = 0
         self.observe: Callable[[], tuple[bool, float, int]] = lambda: (
             False,
             0.0,
@@ -99,14 +104,18 @@ class Reporter:
         """Whether the launch asks for something. The folder is listed, because a network file system may remember for
         a minute that a file was not there."""
         with contextlib.suppress(OSError):
-            if "stop" in os.listdir(self.folder / "requests"):
+            names = os.listdir(self.folder / "requests")
+            if "stop" in names:
                 self.stop_requested.set()
+            if (newest := _num_stacks(names)) > self._num_stacks:
+                self._num_stacks = newest
+                stacks.write((self.folder / "requests" / f"stacks-{newest}").read_text(), self.status.rank)
 
     def _run(self) -> None:
         silent_s, over = 0.0, threading.Event()
         while not over.wait(min(LOOK_EVERY_S, self._beat_s)):
             silent_s += min(LOOK_EVERY_S, self._beat_s)
-            if self.looks and not self.stop_requested.is_set():
+            if self._always_looks or (self.looks and not self.stop_requested.is_set()):
                 self.look()
             if silent_s >= self._beat_s or self.was_asked != self.status.asked:
                 silent_s = 0.0
@@ -131,6 +140,7 @@ def begin() -> Reporter | None:
     """This process's reporter, if it is a rank of a `mpitrain launch`; its children are none."""
     global _reporter
     if _reporter is None and VARIABLE in os.environ and is_rank():
+        stacks.listen()
         _reporter = Reporter(Path(os.environ.pop(VARIABLE)), launched_rank())
         _reporter.start()
     return _reporter
@@ -216,6 +226,19 @@ def remove_folder(folder: Path) -> None:
 def request_stop(folder: Path) -> None:
     """Ask all ranks to write a checkpoint and to end."""
     (folder / "requests" / "stop").touch()
+
+
+def request_stacks(folder: Path, into: str) -> None:
+    """Ask all ranks for the stacks of their threads, in files of the folder `into`, or, where it is empty, on their
+    standard error."""
+    number = _num_stacks(os.listdir(folder / "requests")) + 1
+    write_whole(folder / "requests" / f"stacks-{number}", into)
+
+
+def _num_stacks(names: list[str]) -> int:
+    return max(
+        (int(name[7:]) for name in names if name.startswith("stacks-") and name[7:].isdigit()), default=0
+    )
 
 
 def read_all(folder: Path) -> dict[int, RankStatus]:

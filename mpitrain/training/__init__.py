@@ -17,6 +17,7 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.strategies.model_parallel.sharded import Sharded
 from mpitrain.strategies.model_parallel.tensor import TensorParallel
+from mpitrain.system.interrupts import interruptible
 from mpitrain.training.job_file import load_job
 
 if TYPE_CHECKING:
@@ -46,11 +47,12 @@ def train(
     """
     if strategy is not None:
         overrides["strategy"] = str(strategy)
-    if threads is not None:
-        from mpitrain.training.in_threads.run import train_in_threads
+    with interruptible():
+        if threads is not None:
+            from mpitrain.training.in_threads.run import train_in_threads
 
-        return train_in_threads(lambda: job, Overrides(**overrides), threads)
-    return _train(lambda: job, Overrides(**overrides))
+            return train_in_threads(lambda: job, Overrides(**overrides), threads)
+        return _train(lambda: job, Overrides(**overrides))
 
 
 def train_command(

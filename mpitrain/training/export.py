@@ -28,6 +28,7 @@ from mpitrain.job import Job
 from mpitrain.model.user_code import Checked
 from mpitrain.reporting.report import writing
 from mpitrain.system.atomic import check_new, durably_replaced
+from mpitrain.system.interrupts import interruptible
 from mpitrain.training.ensembles.saved import model_bytes
 from mpitrain.training.export_formats import FORMATS, check_installed, write_format
 from mpitrain.training.trained_model import FILES, load_with_job
@@ -60,6 +61,7 @@ class Exported(NamedTuple):
     metrics: tuple[dict[str, float], dict[str, float]]
 
 
+@interruptible()
 def export(
     run_dir: str | Path,
     out: str | Path,

@@ -25,6 +25,7 @@ from mpitrain.job import Job
 from mpitrain.model.metrics import predict_x
 from mpitrain.model.user_code import Checked
 from mpitrain.system.atomic import check_new
+from mpitrain.system.interrupts import interruptible
 from mpitrain.training.agree import attempt
 from mpitrain.training.measure import pick_device
 from mpitrain.training.trained_model import load_with_job
@@ -43,6 +44,7 @@ class Predicted(NamedTuple):
     arrays: tuple[str, ...]
 
 
+@interruptible()
 def predict(
     run_dir: str | Path,
     data: Source | str | Path,

@@ -42,6 +42,7 @@ from mpitrain.messages import (
     payloads_of,
     release,
 )
+from mpitrain.system import interrupts
 from mpitrain.system.trace import COMMUNICATION, active
 from mpitrain.virtual.all_reduces import AllReduces
 from mpitrain.virtual.compute import ComputeLaw, WorkerTimes
@@ -153,6 +154,8 @@ class VirtualWorld:
         while heap:
             self.now_s, _, process, event = heappop(heap)
             self.num_events += 1
+            if not self.num_events % 1024:
+                interrupts.check()
             kind = type(event)
             if kind is _TimeUp:
                 self._num_looks += 1

@@ -21,7 +21,7 @@ from mpitrain.system.rank_status import ENDED, IMPORTING, READY, STARTED, STARTI
 
 PROGRAMS = Path(__file__).parent / "programs"
 
-INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+INT, TERM, USR1, HUP, QUIT = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT
 
 
 @pytest.mark.parametrize(
@@ -29,29 +29,80 @@ INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
     [
         ([], 0, False),
         ([TERM], 0, False),
+        ([HUP], 0, False),
         ([USR1, USR1, USR1], 0, False),
         ([USR1, TERM], 0, False),  # Slurm's, some minutes before the limit and at the limit
         ([INT], 130, False),
         ([INT, INT], 130, True),
         ([TERM, TERM], 143, True),
+        ([HUP, TERM], 143, True),
+        ([TERM, HUP], 143, True),
         ([TERM, INT], 130, False),
         ([INT, TERM], 130, True),
         ([INT, USR1], 130, False),
+        ([INT, QUIT], 130, False),
+        ([TERM, QUIT, QUIT], 0, False),
         ([TERM, TERM, INT], 143, True),
     ],
 )
-def test_signals_to_a_launch(numbers: list[int], abort: int, at_once: bool) -> None:
+@pytest.mark.parametrize("every_s", [1.0, 5.0])
+def test_signals_to_a_launch(
+    numbers: list[int], abort: int, at_once: bool, every_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand, and inside a batch job, where a preemption sends TERM twice, as a closing terminal does HUP."""
     requests = Requests()
-    for number in numbers:
-        requests.hear(number)
-    assert (requests.stop, requests.abort, requests.at_once) == (bool(numbers), abort, at_once)
+    for index, number in enumerate(numbers):
+        requests.hear(number, 100.0 + every_s * index)
+    if abort == 143 and every_s < 5.0:
+        abort, at_once = (130, False) if INT in numbers else (0, False)
+    asked = [number for number in numbers if number != QUIT]
+    assert (requests.stop, requests.abort, requests.at_once) == (bool(asked), abort, at_once)
+    assert requests.num_quits == len(numbers) - len(asked)
+
+
+@pytest.mark.parametrize("variable", ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID"])
+def test_no_second_term_ends_a_launch_inside_a_batch_job(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "17")
+    requests = Requests()
+    for at_s in (0.0, 0.5, 5.0, 60.0):
+        requests.hear(TERM, at_s)
+    assert requests.stop and not requests.abort and not requests.at_once
+
+
+def test_stacks_are_asked_of_every_rank_as_often_as_quit_comes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, quits = Requests(), iter([1, 0, 1, 0])
+    monkeypatch.setattr("mpitrain.launch.supervision.LOOK_EVERY_S", 0.0)
+    with launch_folder(tmp_path, True) as folder:
+        assert folder is not None
+        rank_status.open_folder(folder, 1.0)
+        ranks = [rank_status.Reporter(folder, rank) for rank in range(2)]
+
+        def ended(_: object) -> int | None:
+            for rank in ranks:
+                rank.look()
+            number = next(quits, None)
+            if number:
+                requests.hear(QUIT)
+            return 0 if number is None else None
+
+        monkeypatch.setattr("mpitrain.launch.supervision._ended", ended)
+        supervisor = Supervisor("openmpi", requests, folder, trains=True, stacks=str(tmp_path / "stacks"))
+        assert supervisor._watch_over(None).code == 0  # type: ignore[arg-type]
+    for rank in range(2):
+        text = (tmp_path / "stacks" / f"rank-{rank}.txt").read_text()
+        assert text.count("SIGQUIT to its launch") == 2 and "in look" in text
+    assert capfd.readouterr().err.count("the ranks write their stacks to") == 2
 
 
 def test_the_callers_signal_handlers_are_given_back() -> None:
-    before = [signal.getsignal(number) for number in (INT, TERM, USR1)]
+    before = [signal.getsignal(number) for number in (INT, TERM, USR1, HUP, QUIT)]
     with Requests():
-        assert before != [signal.getsignal(number) for number in (INT, TERM, USR1)]
-    assert before == [signal.getsignal(number) for number in (INT, TERM, USR1)]
+        assert before != [signal.getsignal(number) for number in (INT, TERM, USR1, HUP, QUIT)]
+    assert before == [signal.getsignal(number) for number in (INT, TERM, USR1, HUP, QUIT)]
 
 
 # ---- nothing is started again
@@ -64,7 +115,7 @@ def write_checkpoint(run_dir: Path, mark: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(INT, 130), (TERM, 75), (USR1, 75)], ids=["INT", "TERM", "USR1"]
+    ("number", "code"), [(INT, 130), (TERM, 75), (HUP, 75), (USR1, 75)], ids=["INT", "TERM", "HUP", "USR1"]
 )
 def test_after_a_signal_nothing_is_started_again(tmp_path: Path, number: int, code: int) -> None:
     """The run fails with a newer checkpoint each time, and a signal comes during its second start."""
@@ -374,8 +425,9 @@ def test_a_run_directory_that_nobody_has_used_does_not_stay(tmp_path: Path) -> N
         ([USR1, USR1, INT], ["SIGUSR1", "SIGUSR1", "SIGTERM"], 130),  # INT ends, whatever the script does
         ([INT, INT], ["SIGTERM"], 130),
         ([TERM], ["SIGTERM"], 143),  # nothing is known of a script that could end in order
+        ([HUP], ["SIGTERM"], 143),
     ],
-    ids=["USR1-USR1-INT", "INT-INT", "TERM"],
+    ids=["USR1-USR1-INT", "INT-INT", "TERM", "HUP"],
 )
 def test_a_script_gets_usr1_and_is_ended_by_the_others(
     numbers: list[int], heard: list[str], code: int

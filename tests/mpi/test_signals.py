@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from mpitrain.system.end_requests import AGAIN_S
 from tests.mpi.started import Started
 from tests.ranks import ROOT, find_mpi
 
-INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+INT, TERM, USR1, HUP, QUIT = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT
 NUM_SAMPLES = 20 * 48
 
 
@@ -39,6 +40,8 @@ def told_codes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], set
     [
         ("launch", "TERM", "train", {75, 0, 3}),
         ("launch", "USR1", "train", {75, 0, 3}),
+        ("launch", "HUP", "train", {75, 0, 3}),
+        ("launch", "QUIT", "train", {0, 1, 3}),
         ("launch", "INT", "train", {130}),
         ("launch", "second TERM", "train", {143}),
         ("launch", "second INT", "start", {130}),
@@ -59,7 +62,7 @@ def test_every_signal_has_a_row_for_every_receiver_and_phase_and_a_code_of_the_l
     told_codes: Callable[[str, str, str], set[int]],
 ) -> None:
     for to in ("launch", "rank", "mpirun"):
-        for name in ("INT", "TERM", "USR1"):
+        for name in ("INT", "TERM", "USR1", "HUP"):
             for phase in ("start", "train", "validate", "write", "end"):
                 codes = told_codes(to, name, phase)
                 assert codes and codes <= {0, 1, 2, 3, 4, 75, 130, 143}, (to, name, phase)
@@ -90,13 +93,25 @@ def test_int_to_a_launch_that_trains_ends_it_without_a_checkpoint_and_nothing_st
     assert run.checkpoint_at() == before > 0 and run.result() == {} and "restart" not in run.told()
 
 
-def test_a_second_term_to_a_launch_whose_ranks_do_not_listen_ends_it_at_once(tmp_path: Path) -> None:
+def test_a_second_term_to_a_launch_ends_it_at_once_five_seconds_after_the_first(tmp_path: Path) -> None:
+    """Its ranks do not listen. QUIT comes between, to the launch and to one rank, and both write their stacks."""
     run = Started(tmp_path / "a", "training", deaf=True)
-    run.wait_until_at(0, 1)
-    run.process.send_signal(TERM)
-    while not list(run.run_dir.glob(".launch-*/requests/stop")):
+    _, pid = run.wait_until_at(0, 1)
+    began_s = time.monotonic()
+    for _ in range(2):
+        run.process.send_signal(TERM)
+        while not list(run.run_dir.glob(".launch-*/requests/stop")):
+            time.sleep(0.02)
+    run.process.send_signal(QUIT)
+    os.kill(pid, QUIT)
+    stacks = [run.run_dir / "stacks" / f"rank-{rank}.txt" for rank in range(2)]
+    while not all(path.exists() and "signalled.py" in path.read_text() for path in stacks):
+        assert run.process.poll() is None, run.told()
         time.sleep(0.02)
-    run.process.send_signal(TERM)
+    while "signalled.py" not in run.told() or time.monotonic() - began_s < AGAIN_S:
+        assert run.process.poll() is None, run.told()
+        time.sleep(0.02)
+    run.process.send_signal(HUP)
     assert run.code() == 143 and run.result() == {} and "restart" not in run.told(), run.told()
 
 
@@ -130,9 +145,10 @@ def test_int_to_one_rank_ends_all_of_them_with_130(tmp_path: Path) -> None:
 def test_a_second_term_to_one_rank_ends_all_of_them_with_143(tmp_path: Path) -> None:
     run = Started(tmp_path / "a", "training", deaf=True)
     _, pid = run.wait_until_at(0, 1)
-    for _ in range(2):
-        os.kill(pid, TERM)
-        time.sleep(0.5)  # two at once are one
+    os.kill(pid, HUP)
+    time.sleep(AGAIN_S + 1)  # the time is what is tried
+    assert run.process.poll() is None, run.told()
+    os.kill(pid, TERM)
     assert run.code() == 143 and "restart" not in run.told(), run.told()
 
 

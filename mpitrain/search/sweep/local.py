@@ -89,13 +89,16 @@ def deal_locally(sweep: Sweep, setup: Setup, parallel: int, proposer: Proposer |
         threads = [threading.Thread(target=serve, args=(place,)) for place in range(parallel)]
         for thread in threads:
             thread.start()
-        heard = 0
+        quits, sent = 0, None
         while any(thread.is_alive() for thread in threads):
             threads[0].join(_LOOK_EVERY_S) if threads[0].is_alive() else time.sleep(_LOOK_EVERY_S)
-            if requests.num_heard > heard:
-                heard = requests.num_heard
-                number = signal.SIGINT if requests.abort else signal.SIGTERM
-                launches.send(number)
+            if requests.num_quits > quits:
+                quits = requests.num_quits
+                launches.send(signal.SIGQUIT)
+            number = signal.SIGINT if requests.abort else signal.SIGTERM
+            if requests.stop and (number != sent or requests.at_once):
+                sent = number
+                launches.send(number, to_all=True)
     if errors:
         raise errors[0]
     code = requests.exit_code(EXIT_REQUEUE) if requests.stop else 0
@@ -139,10 +142,10 @@ class _Launches:
                 self._children.discard(child)
         return code, "" if code in (EXIT_OK, EXIT_TARGET_MISSED) else last_words(log, at)
 
-    def send(self, number: signal.Signals) -> None:
-        """Pass a signal on to all of them."""
+    def send(self, number: signal.Signals, to_all: bool = False) -> None:
+        """Pass a signal on to those that are there, and `to_all` that will be."""
         with self._turn:
-            self._sent = number
+            self._sent = number if to_all else self._sent
             for child in self._children:
                 if child.poll() is None:
                     child.send_signal(number)

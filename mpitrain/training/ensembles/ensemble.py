@@ -21,6 +21,7 @@ from mpitrain.job import Job
 from mpitrain.reporting.report import write_json
 from mpitrain.reporting.run_files import RunFiles
 from mpitrain.reporting.targets import Choice, read_choice
+from mpitrain.system.interrupts import interruptible
 from mpitrain.training.agree import attempt
 from mpitrain.training.ensembles import saved, soups
 from mpitrain.training.ensembles.combine import HOWS, Ensemble, find_class_dim
@@ -79,6 +80,7 @@ class Ensembled(NamedTuple):
         return {"schema": saved.SCHEMA} | found | {"path": str(self.path)}
 
 
+@interruptible()
 def ensemble(
     run_dirs: Sequence[str | Path],
     out: str | Path,
