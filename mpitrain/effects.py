@@ -68,7 +68,8 @@ class Now(NamedTuple):
 
 class Forget(NamedTuple):
     """Rank `rank` is given up: nothing is sent to it any more, nor waited for. Answered with None. `listen`: should it
-    speak all the same, it is heard and answered; what is outstanding with it keeps nobody awake."""
+    speak all the same, it is heard and answered, after the role has ended, too, where the world is told how; what is
+    outstanding with it keeps nobody awake and holds up no end."""
 
     rank: int
     listen: bool = False

@@ -55,6 +55,7 @@ def broadcast(
     """`Runtime.broadcast_living`; `timeout_s`: longest wait for rank 0."""
     if rank != 0:
         received = _receive(engine, 0, timeout_s)
+        evicted.clear()  # one that was given up here may have come back to rank 0
         evicted.update(received["evicted"])
         return received["value"]
     data = to_bytes({"value": value, "evicted": sorted(evicted)})

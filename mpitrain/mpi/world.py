@@ -66,6 +66,7 @@ class _Peer:
         self.num_unsent = 0
         self.listening: Op | None = None
         self.lost = False
+        self.given_up = False  # but may speak again
         self.header = bytearray(HEADER_BYTES)
         self.receives = False  # a message of which the header is here
         self.headers: deque[bytearray] = deque()  # that came meanwhile
@@ -80,6 +81,7 @@ class MpiWorld:
         buffer_for: `buffer_for(source, kind) -> wire_buffer` to receive the payload of that rank's next message into.
         on_step: called with the role's step as it changes, for error messages.
         may_die: peers whose death is a message (`Lost`), not an error.
+        answer_late: what answers a rank that the role has given up, and that speaks after its end, until `close`.
         leave_s: how long to wait, in the end, for what was sent to leave; the engine sends the rest all the same.
         computer: computes gradients on a thread of its own; the thread that owns MPI drives messages meanwhile.
         reduce: one collective of an all-reduce: answers what this rank brings with what has come of it.
@@ -97,12 +99,13 @@ class MpiWorld:
         leave_s: float | None = None,
         reduce: Callable[[Any], Any] | None = None,
         begin: Callable[[Any], Callable[[], Any]] | None = None,
+        answer_late: Callable[[int, Message], Role] | None = None,
     ):
         self.engine, self.buffer_for, self.on_step = engine, buffer_for, on_step
         self._peers = {rank: _Peer(rank) for rank in peers}
         self._inbox: deque[tuple[int, Message]] = deque()
         self._computer, self._may_die, self._leave_s = computer, frozenset(may_die), leave_s
-        self._reduce, self._begin = reduce, begin
+        self._reduce, self._begin, self._answer_late = reduce, begin, answer_late
         # the rounds of an all-reduce, and what waits for the end of the first
         self._begun: tuple[Generator[Any, Any, Any], Callable[[], Any]] | None = None
         self._error: BaseException | None = None
@@ -178,11 +181,7 @@ class MpiWorld:
         if isinstance(effect, Sleep):
             return self._sleep(effect.seconds)
         if isinstance(effect, Forget):
-            return (
-                self.engine.make_passive(effect.rank)
-                if effect.listen
-                else self._forget(self._peers[effect.rank])
-            )
+            return self._forget(self._peers[effect.rank], effect.listen)
         if isinstance(effect, Break):
             return self._break(effect)
         if isinstance(effect, Begin):
@@ -287,14 +286,14 @@ class MpiWorld:
         return self.engine.isend(buffer, rank, tag).then(on_done)
 
     def _listen(self, peer: _Peer) -> None:
-        if self._is_over:
+        if self._is_over and not self._hears_late(peer):
             return
         op = self.engine.irecv(peer.header, peer.rank, HEADER_TAG, passive=True)
         peer.listening = op
         op.then(lambda op: self._on_header(peer, op))
 
     def _listen_to_any(self) -> None:
-        if self._is_over:
+        if self._is_over and not any(self._hears_late(peer) for peer in self._peers.values()):
             return
         self._to_any = self.engine.irecv(self._any_header, MPI.ANY_SOURCE, HEADER_TAG, passive=True)
         self._to_any.then(self._on_any_header)
@@ -433,8 +432,11 @@ class MpiWorld:
         else:
             self._error = self._error or error
 
-    def _forget(self, peer: _Peer) -> None:
-        if peer.lost:
+    def _forget(self, peer: _Peer, listen: bool) -> None:
+        if listen:
+            peer.given_up = True
+            self.engine.make_passive(peer.rank)
+        if listen or peer.lost:
             return
         peer.lost = True
         if peer.listening is not None and not peer.listening.done:
@@ -444,7 +446,11 @@ class MpiWorld:
     def _arrived(self, peer: _Peer, message: Message) -> None:
         peer.receives = False
         if not peer.lost:
-            self._inbox.append((peer.rank, message))
+            if self._is_over and self._hears_late(peer):
+                assert self._answer_late is not None
+                drive(self._answer_late(peer.rank, message), self._answer)
+            else:
+                self._inbox.append((peer.rank, message))
             if self._to_any is None:
                 self._listen(peer)
             elif peer.headers:
@@ -459,14 +465,34 @@ class MpiWorld:
     def _leave(self) -> None:
         """Wait until everything that was sent has left, then withdraw the receives. One that a message has come for
         meanwhile is not posted again: it would take the messages of the next world in this process."""
-        peers = self._peers.values()
+        awaited = [peer for peer in self._peers.values() if not peer.given_up]
         self._wait(
-            lambda: not self._late and not any(one.num_unsent for one in peers if not one.lost), self._leave_s
+            lambda: not self._late and not any(one.num_unsent for one in awaited if not one.lost),
+            self._leave_s,
         )
         self._raise_error()
         self._is_over = True
+        self._withdraw([peer for peer in self._peers.values() if not self._hears_late(peer)])
+        while (
+            self._inbox and self._answer_late is not None
+        ):  # has come of one that was given up, as the role ended
+            source, message = self._inbox.popleft()
+            if self._hears_late(self._peers[source]):
+                drive(self._answer_late(source, message), self._answer)
+
+    def _hears_late(self, peer: _Peer) -> bool:
+        """Whether this rank, whose role is over, is still there for `peer`."""
+        return self._answer_late is not None and peer.given_up and not peer.lost
+
+    def close(self) -> None:
+        """Nobody is answered any more."""
+        self._answer_late = None
+        self._withdraw(list(self._peers.values()))
+
+    def _withdraw(self, peers: list[_Peer]) -> None:
         listening = [peer.listening for peer in peers if peer.listening is not None and not peer.lost]
-        listening += [self._to_any] if self._to_any is not None else []
+        if self._to_any is not None and not any(self._hears_late(peer) for peer in self._peers.values()):
+            listening.append(self._to_any)
         for op in listening:
             if not op.done:
                 self.engine.cancel(op)

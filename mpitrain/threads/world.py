@@ -73,6 +73,9 @@ class ThreadWorld:
         """Run `role` to its end and return what it returned."""
         return drive(role, self._answer)
 
+    def close(self) -> None:
+        """Nobody who comes late is answered here: the hub calls them off."""
+
     def _answer(self, effect: Effect) -> Any:
         self.hub.check()
         if isinstance(effect, Compute):

@@ -28,6 +28,15 @@ def survives(runtime: Ranks, strategy: Strategy) -> bool:
     return runtime.fault_tolerance == "ulfm" and isinstance(strategy, ServerStrategy | AllReduce | LocalSGD)
 
 
+def may_miss(runtime: Ranks, strategy: Strategy) -> bool:
+    """Whether some ranks may be missing at the end: dead, or given up as silent, as servers do in every launch. Then
+    nothing at the end may need all ranks."""
+    served = isinstance(strategy, ServerStrategy)
+    if runtime.fault_tolerance == "none" and runtime.num_threads is None:
+        return served and not getattr(strategy, "needs_all", False)
+    return served or survives(runtime, strategy)
+
+
 def level(runtime: Ranks, strategy: Strategy) -> str:
     """What a worker's death costs: "ulfm", nothing, the others go on; "heartbeat", the same once it counts as silent;
     "restart", the job ends, and the launcher starts it again from its newest checkpoint."""

@@ -24,7 +24,7 @@ from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.reporting.environment import code_places, code_versions, collect
 from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import NullReport, Report, explained, set_aside, write_json, writing
-from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign
 from mpitrain.strategies.validation_policy import ValidationPolicy, read_validation_policy
@@ -37,7 +37,7 @@ from mpitrain.training import signals
 from mpitrain.training.accounting import Account
 from mpitrain.training.agree import attempt as attempt
 from mpitrain.training.best_model import Validations
-from mpitrain.training.fault_tolerance import check_aggregated, level, survives, warning
+from mpitrain.training.fault_tolerance import check_aggregated, level, may_miss, warning
 from mpitrain.training.fingerprint import contents_of, file_digest, options
 from mpitrain.training.judge import NOBODY_LEFT, judge
 from mpitrain.training.mllog_facts import mllog_facts
@@ -63,6 +63,7 @@ class Session:
         contents: see `fingerprint.contents_of`.
         account: what this start and those before it have cost.
         before_result: is called on rank 0 when all ranks have come to the end.
+        end_listening: to ranks that were given up and come back late; until then they are answered.
         leg: on rank 0, which start of the run this is, of those that went on from a checkpoint; the first is 1.
         emergency: what this rank would write if the run stood still, or why it cannot.
     """
@@ -84,6 +85,7 @@ class Session:
     emergency: Emergency | str = "the run had not begun"
     account: Account | None = None
     before_result: Callable[[], None] = lambda: None
+    end_listening: Callable[[], None] = lambda: None
     leg: int = 1
 
     @property
@@ -163,9 +165,7 @@ class Session:
         outcome["device"] = "" if self.role in ("server", "aggregator") else device_type()
 
         # where ranks may be lost: messages from those that answer, no collective
-        served = isinstance(self.strategy, ServerStrategy)
-        may_lose = self.runtime.fault_tolerance != "none" or self.runtime.num_threads is not None
-        living = may_lose and (served or survives(self.runtime, self.strategy))
+        living = may_miss(self.runtime, self.strategy)
         gathered = self._gather_living(outcome) if living else self.runtime.gather(outcome)
         result = None
         if gathered is not None:
@@ -185,6 +185,7 @@ class Session:
             self.report.finish(result)
         share = self.runtime.broadcast_living if living else self.runtime.broadcast
         shared = share(without_rows(result) if result is not None else None)
+        self.end_listening()
         return result if result is not None else {**shared, **rows_of([outcome])}
 
     def _gather_living(self, outcome: dict[str, Any]) -> list[dict[str, Any]] | None:

@@ -308,7 +308,7 @@ class VirtualWorld:
             elif type(effect) is Forget:
                 if trace is not None:
                     trace.forget(effect.rank)
-                self._forgotten.update(() if effect.listen else (effect.rank,))
+                self._forgotten.add(effect.rank)
             elif type(effect) is Break:
                 if effect.how == "torn":
                     process.tears = True

@@ -16,12 +16,12 @@ ULFM = ("--with-ft", "ulfm")
 DEADLINE_S = 180.0  # of a launch that takes 8 s where the cores are free
 
 
-def run(path, strategy, faults, ranks=5, epochs=20, width=50, mpirun_args=ULFM):
+def run(path, strategy, faults, ranks=5, epochs=20, width=50, mpirun_args=ULFM, pause_s=1.0, heartbeat_s=0.0):
     """One launch of `programs/faulty_workers.py`: rank -> (how, at which batch or payload, seconds after it)."""
     # so long that only who has stopped can be silent, on a busy machine, too
-    heartbeat_s = 10.0 if any(how == "stop" for how, *_ in faults.values()) else 60.0
+    heartbeat_s = heartbeat_s or (10.0 if any(how == "stop" for how, *_ in faults.values()) else 60.0)
     asked = {"path": str(path), "strategy": strategy, "faults": faults, "epochs": epochs, "width": width}
-    text = json.dumps(asked | {"heartbeat_s": heartbeat_s})
+    text = json.dumps(asked | {"heartbeat_s": heartbeat_s, "pause_s": pause_s})
     ended = launch_program(ranks, "faulty_workers", text, mpirun_args=mpirun_args, timeout_s=DEADLINE_S)
     assert (path / "result.json").exists(), str(ended)
     return ended, json.loads((path / "result.json").read_text())
@@ -124,6 +124,19 @@ def test_a_worker_that_stops_holds_nobody_up_and_the_run_ends(tmp_path, mpirun_a
     check_complete(result, faults)
     assert result["samples"] == 20 * 48 and ended.code == 0, ended
     assert result["fault_tolerance"] == ("ulfm" if mpirun_args else "restart")
+
+
+@pytest.mark.parametrize("mpirun_args", [(), pytest.param(ULFM, marks=pytest.mark.extended)])
+def test_a_worker_that_was_given_up_at_the_end_and_wakes_is_told_and_the_run_ends(tmp_path, mpirun_args):
+    """The servers' roles are over by then, and none of what follows waits for it."""
+    faults = {2: ("pause", 7, None)}
+    ended, result = run(
+        tmp_path, "async(servers=2)", faults, mpirun_args=mpirun_args, pause_s=5.0, heartbeat_s=1.0, epochs=8
+    )
+    assert (result["status"], result["failure"], result["samples"]) == ("ok", "", 8 * 48)
+    assert set(result["lost"].items()) <= {("2", "silent")} and ended.code == 0, ended
+    if result["lost"]:  # it has come back before the result was written
+        assert [row["rank"] for row in result["ranks"] if row["role"] == "worker"] == [2, 3, 4], result
 
 
 def test_the_last_worker_cannot_be_done_without(tmp_path):

@@ -340,11 +340,12 @@ def play(
     faults: tuple[Injection, ...] = (),
     delivers: bool = False,
     heartbeat_s: float | None = None,
+    around: Callable[[int, Any], Any] = lambda rank, role: role,
 ) -> Play:
     """Run `strategy` to its end; `slow` holds factors by worker index, `poisoned` first samples of batches; `freeze`: a
     worker's index, the batch it freezes in, and for how many seconds; `faults` are ordered as by `--inject`;
     `delivers`: a worker tells of the final model; `heartbeat_s`: nobody is told of a death, and who is silent for so
-    long is given up."""
+    long is given up; `around(rank, role)`: what runs in place of a role."""
     strategy.check_workers(num_workers)
     roles = assign((0,) * (strategy.servers + num_workers), strategy.servers)
     world = VirtualWorld(compute, network, seed, roles.workers, roles.workers)
@@ -372,7 +373,7 @@ def play(
             signs_s=SIGNS_S if strategy.blocks_apart and least_silence_s < float("inf") else 0.0,
         )  # fmt: skip
         processes[rank] = Straggler(injected, index, seed).wrap(worker.run())
-    returned = world.run(processes)
+    returned = world.run({rank: around(rank, role) for rank, role in processes.items()})
     return Play(traces, returned, roles.workers, world.now_s, world.ended_s[roles.dealer])
 
 

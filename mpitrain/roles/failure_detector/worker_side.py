@@ -36,7 +36,8 @@ class ServerProbe:
         self.rank, self.servers, self.timeout_s = rank, servers, timeout_s
         self.every_s = timeout_s / QUESTIONS or signs_s
         self._last_s = 0.0
-        self._late = False  # was silent for so long itself that it may have been given up
+        # servers that may have given it up: it was silent for so long itself, and they have answered no question since
+        self._late: set[int] = set()
 
     def receive(
         self, awaited: Collection[int], served: bool = True
@@ -62,20 +63,21 @@ class ServerProbe:
                     yield Send(server, Alive())
             elif isinstance(arrived[1], Alive):
                 unanswered[arrived[0]] = 0
+                self._late.discard(arrived[0])  # what else comes may have been under way for long
             else:
-                self._late = False
                 return arrived
 
     def _hurry(self, now_s: float) -> None:
         """Between two words of its own this worker must not be silent for long, or it may have been given up."""
-        self._late |= now_s - self._last_s > self.timeout_s
+        if now_s - self._last_s > self.timeout_s:
+            self._late.update(self.servers)
         self._last_s = now_s
 
     def _judge(self, unanswered: dict[int, int]) -> None:
         if not self.timeout_s:
             return
         dead = [server for server, number in unanswered.items() if number >= QUESTIONS]
-        if dead and self._late:
+        if self._late & set(dead):
             raise EvictedError(
                 f"rank {self.rank} (worker) was silent for too long, and nobody answers it: the run has gone on "
                 "without it"

@@ -112,7 +112,7 @@ class FaultTolerantServer(Server):
             yield from self._see_off()
         for worker, how in self.table.lost.items():
             if how != NOT_FINITE and (self.delivers or worker not in self.table.who(*WANTING_FINAL)):
-                yield Forget(worker)
+                yield Forget(worker, listen=how == SILENT)
         return self.summary()
 
     def _next(self) -> Generator[Any, Any, tuple[int, Message] | None]:
@@ -227,7 +227,7 @@ class FaultTolerantServer(Server):
         elif isinstance(message, Push | Join | Pull):
             step = message.step + isinstance(message, Push)
             yield Send(worker, Reply(self.counts.version, step, stop=True))
-        elif isinstance(message, Done) and self.delivers and self.leases.dealer is not None:
+        elif isinstance(message, Done | Delivered) and self.delivers and self.leases.dealer is not None:
             yield Send(worker, Wake(stop=True))
         elif self.owes_final(worker, message):
             self._enter(worker, WorkerEvent.ASK_FINAL, message)

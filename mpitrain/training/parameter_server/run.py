@@ -160,7 +160,9 @@ def _serve(
 
     peers = (*roles.workers, *builder.others_of(shard))
     with recording(session.run_dir, shard) as order:
-        counts = run_role(session, peers, buffer_for, record(role, order), may_die=may_die)
+        counts = run_role(
+            session, peers, buffer_for, record(role, order), may_die=may_die, answer_late=server.turn_away
+        )
     # one whose gradients were not finite has left in order
     runtime.evicted.update(int(rank) for rank, how in counts["lost"].items() if how != NOT_FINITE)
     counts["lost"] |= {str(rank): "died" for rank in runtime.evicted & runtime.dead()}

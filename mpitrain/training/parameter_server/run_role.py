@@ -27,6 +27,7 @@ def heartbeat_s(session: Session) -> float:
 def run_role(
     session: Session, peers: tuple[int, ...], buffer_for: Any, role: Role,
     computer: Executor | None = None, may_die: tuple[int, ...] = (), workers_sum: Any = None,
+    answer_late: Any = None,
 ) -> Any:  # fmt: skip
     """Run `role` among `peers` and return what it returned; the arguments are those of `MpiWorld`;
     `workers_sum`: of a role that all-reduces. Peers behind an aggregator are reached through it.
@@ -50,7 +51,9 @@ def run_role(
         leave_s=timeout_s or None,
         reduce=workers_sum,
         begin=workers_sum.begin if workers_sum is not None else None,
+        answer_late=answer_late,
     )
+    session.end_listening = world.close
     try:
         returned = world.run(role)
     except Exception as error:

@@ -44,7 +44,7 @@ post = runtime.engine.isend
 def pause() -> None:
     stopped = os.getpid()
     if os.fork() == 0:
-        time.sleep(1)
+        time.sleep(asked["pause_s"])
         os.kill(stopped, signal.SIGCONT)
         os._exit(0)
     os.kill(stopped, signal.SIGSTOP)
