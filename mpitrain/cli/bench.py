@@ -21,7 +21,8 @@ _EPILOG = """\
 Every worker takes the job's batch, so more workers take more samples a step
 (weak scaling); with --global-batch-size all workers together take that many
 (strong scaling). Efficiency is a worker's samples per second over those of one
-worker, or of the fewest measured, under the same strategy. Servers come on top
+worker, or of the fewest measured, under the same strategy; measure two numbers
+of workers, or there is none. Servers come on top
 of the workers. A run that fails or misses the target does not end the others.
 
 Figures of merit go to stdout, the table to stderr, and everything to bench.json

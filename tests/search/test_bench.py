@@ -9,6 +9,7 @@ import mpitrain as mt
 from mpitrain.cli.main import main
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides
+from mpitrain.search.bench.page import bench_page
 from mpitrain.search.bench.runs import command, sent_bytes
 from mpitrain.search.bench.settings import Request, Setting, in_turns, load
 from mpitrain.search.bench.summary import main_metric, summed_up, verdicts, with_efficiency
@@ -108,6 +109,21 @@ def test_efficiency_is_of_the_same_strategy_on_the_fewest_workers():
     assert [(one["efficiency"], one["speed_up"]) for one in found] == [
         (0.5, 2.0), (1.0, 2.0), (1.0, 1.0), (0.75, 3.0), (0.75, 6.0),
     ]  # fmt: skip
+
+
+def test_without_a_baseline_or_another_run_nothing_is_claimed():
+    """One number of workers has nothing to be faster than, and one run does not spread over seeds."""
+    found = with_efficiency([row("a", 2, run(100.0)), row("b", 2, run(50.0)), row("b", 4, run(80.0))])
+    assert [one["efficiency"] for one in found] == [None, 1.0, 0.8]
+    assert [one["spread"] for one in found] == [None, None, None]
+    whole = {
+        "job": "j", "scaling": "weak", "repeats": 1, "metric": None, "verdicts": [], "rows": found[:1],
+        "compute": "", "network": "",
+    }  # fmt: skip
+    whole["rows"] = [one | {"batch_size": 8, "strategy": "a"} for one in whole["rows"]]
+    line = next(line for line in bench_text(whole).splitlines() if line.startswith("a "))
+    assert line.split()[-4:] == ["-", "-", "-", "8B"]  # spread, speed-up, efficiency
+    assert "<td>100.0 %</td>" not in bench_page(whole)
 
 
 def test_means_and_spreads_are_of_the_runs_that_succeeded():

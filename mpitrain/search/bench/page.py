@@ -61,13 +61,17 @@ def _figures_of(rows: Rows) -> str:
         met = row["to_target"] or {}
         cells = [
             row["strategy"], f"{row['workers']}{' virtual' if row['virtual'] else ''}", row["batch_size"],
-            row["samples_per_second"], _share(row["spread"]), f"{row['speed_up']:.2f}", _share(row["efficiency"]),
+            row["samples_per_second"], _share(row["spread"]), _ratio(row["speed_up"]), _share(row["efficiency"]),
             "" if row["num_bytes"] is None else size_text(int(row["num_bytes"])), _blank(row["energy_j"]),
             _blank(row["staleness_mean"]), met.get("seconds", ""), met.get("samples", ""),
             f"{row['num_met']} of {row['num_runs']}",
         ]  # fmt: skip
         lines.append([*cells, *(row["metrics"].get(name, {}).get("mean", "") for name in names)])
     return table([*head, *names], lines)
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _share(value: float | None) -> str:
@@ -84,7 +88,7 @@ def _against_workers(rows: Rows, strategies: Sequence[str], key: str, label: str
     for strategy in strategies:
         for virtual, line in ((False, "-"), (True, "--")):
             these = [row for row in rows if row["strategy"] == strategy and row["virtual"] == virtual]
-            points = sorted((row["workers"], row[key]) for row in these)
+            points = sorted((row["workers"], row[key]) for row in these if row[key] is not None)
             if points:
                 axes.plot(
                     *zip(*points, strict=True), line, color=_colour(strategies, strategy), marker="o",

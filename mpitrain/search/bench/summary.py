@@ -32,7 +32,7 @@ def summed_up(row: Row) -> Row:
     return row | {
         "samples_per_second": rate,
         "samples_per_second_per_worker": rate / row["workers"],
-        "spread": statistics.stdev(rates) / rate if len(rates) > 1 and rate else runs[0].get("spread"),
+        "spread": statistics.stdev(rates) / rate if len(rates) > 1 and rate else None,
         "steps": statistics.fmean(run["steps"] for run in runs),
         "num_bytes": _mean([run["num_bytes"] for run in runs]),
         "energy_j": _mean([run.get("energy_j") for run in runs]),
@@ -63,23 +63,25 @@ def _mean_and_deviation(values: Sequence[float]) -> dict[str, float | None]:
 
 def with_efficiency(rows: Sequence[Row]) -> list[Row]:
     """Each row with its speed-up and its efficiency: its samples per second, and those of each worker, over those of
-    one worker under the same strategy, or of the fewest that were measured, as if those had an efficiency of 1. A
-    virtual row is compared with one device, which its simulation knows."""
-    first: dict[tuple[str, bool], Row] = {}
-    for row in sorted(rows, key=lambda row: int(row["workers"])):
+    one worker under the same strategy, or of the fewest that were measured, as if those had an efficiency of 1. Both
+    are None where no other number of workers was measured, so that there is nothing to compare with. A virtual row is
+    compared with one device, which its simulation knows."""
+    measured: dict[tuple[str, bool], dict[int, Row]] = {}
+    for row in rows:
         if row.get("samples_per_second"):
-            first.setdefault((row["strategy"], row["virtual"]), row)
+            measured.setdefault((row["strategy"], row["virtual"]), {}).setdefault(int(row["workers"]), row)
     found = []
     for row in rows:
-        base = first.get((row["strategy"], row["virtual"]))
-        if base is not None and row.get("samples_per_second"):
-            ratio, number = (
-                row["samples_per_second_per_worker"] / base["samples_per_second_per_worker"],
-                base["workers"],
-            )
+        if row.get("samples_per_second"):
+            those = measured[row["strategy"], row["virtual"]]
+            ratio = number = None
             if "speed_up" in row:
                 ratio, number = row["speed_up"] / row["workers"], 1
-            row = row | {"efficiency": ratio, "speed_up": ratio * row["workers"], "base_workers": number}
+            elif len(those) > 1:
+                number = min(those)
+                ratio = row["samples_per_second_per_worker"] / those[number]["samples_per_second_per_worker"]
+            speed_up = None if ratio is None else ratio * row["workers"]
+            row = row | {"efficiency": ratio, "speed_up": speed_up, "base_workers": number}
         found.append(row)
     return found
 

@@ -48,8 +48,14 @@ def _throughput(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield from named_row(
             row,
             f"{_workers(row):>7}{row['batch_size']:>7}{row['samples_per_second']:>11.4g}{spread:>6}"
-            f"{row['speed_up']:>9.2f}{100 * row['efficiency']:>6.0f}%{sent:>8}",
+            f"{_scaling(row)}{sent:>8}",
         )
+
+
+def _scaling(row: Mapping[str, Any]) -> str:
+    if row["efficiency"] is None:
+        return f"{'-':>9}{'-':>7}"
+    return f"{row['speed_up']:>9.2f}{100 * row['efficiency']:>6.0f}%"
 
 
 def _targets(rows: Sequence[Mapping[str, Any]], metric: str | None) -> Iterator[str]:
