@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Make one model of several finished runs, measure it beside its members on the
 job's validation data, and save it as a directory that `mpitrain predict`,
-`mpitrain export` and mt.load read. Runs are named, or chosen: the best three of
-a directory of runs, or the best --top K. With `mpitrain launch` the members are
+`mpitrain export` and mt.load read. Runs are named, or chosen: those of the best
+three settings of a directory of runs, or of the best --top K; a setting's runs,
+which differ in seed and fold alone, stay together. With `mpitrain launch` the members are
 divided over the ranks, and each computes its own."""
 
 _EPILOG = """\
 Members that were chosen on the data they are measured on look better than they
-are: give --data for samples that no choice has seen.
+are: give --test for samples that no choice has seen.
 
 examples:
   mpitrain ensemble runs/a runs/b runs/c -o ensembles/abc
@@ -47,7 +48,8 @@ def add_parser(commands: Any) -> None:
         "--top",
         type=positive,
         metavar="K",
-        help="take the best K runs by validation metric (default: all that are named, 3 of a directory of runs)",
+        help="take the best K settings by validation metric, each with all of its seeds and folds (default: all runs "
+        "that are named, 3 settings of a directory of runs)",
     )
     parser.add_argument(
         "--by",
@@ -82,12 +84,22 @@ def add_parser(commands: Any) -> None:
         metavar="KIND",
         help="average the models' weights instead: uniform, or greedy (a model joins if the metric gets no worse)",
     )
+    _add_sources(parser)
+    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    parser.set_defaults(run=run_ensemble)
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", metavar="DATA", help="shards to measure on (default: the job's validation data)"
     )
+    parser.add_argument(
+        "--test",
+        metavar="PATTERN",
+        help="shards that nothing is chosen by, to measure the result and its best member on (default: --test of the "
+        "first run, or test= of its job)",
+    )
     parser.add_argument("--job", metavar="JOB", help="job file, where the runs' own has moved")
-    parser.add_argument("--json", metavar="FILE", help="write all figures")
-    parser.set_defaults(run=run_ensemble)
 
 
 def _weights(text: str) -> str | list[float]:
@@ -130,6 +142,7 @@ def _ensemble(arguments: argparse.Namespace, ranks: Any) -> int:
             weights=arguments.weights,
             soup=arguments.soup,
             data=arguments.data,
+            test=arguments.test,
             job=arguments.job,
             overwrite=arguments.overwrite,
             ranks=ranks,
@@ -174,6 +187,11 @@ def _text(done: Ensembled, num_ranks: int) -> str:
     if len(done.used) < len(done.members):
         lines.append(f"ingredients: {', '.join(done.used)}")
     lines.append(_verdict(done, best.metrics[done.by]))
+    for name, metrics in done.held_out.items():
+        figures = ", ".join(
+            f"{one} {metrics[one]:.6g}" for one in dict.fromkeys([done.by, *metrics]) if one in metrics
+        )
+        lines.append(f"held out: {name}: {figures}")
     return "\n".join([*lines, f"written to {done.path}"])
 
 

@@ -1,4 +1,4 @@
-"""`mpitrain runs`: finished runs beside one another, and the best of them."""
+"""`mpitrain runs`: finished runs beside one another, and the best setting among them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ _TABLE_DESCRIPTION = """\
 Print runs beside one another: the options in which they differ, their metrics,
 samples per second, how they ended, and mean and spread over seeds and folds."""
 
+_BEST_DESCRIPTION = """\
+Print the directory of a run of the best setting: of runs that differ in seed
+and fold alone the mean counts, so no run is chosen for its luck. How good the
+setting is, and what it gives on a held-out part, goes to stderr."""
+
 _EPILOG = """\
 DIR is a run, a sweep, or a directory of runs.
 
@@ -19,13 +24,14 @@ examples:
   mpitrain runs table runs/first
   mpitrain runs table runs/sync runs/async --csv runs.csv --html runs.html
   mpitrain runs best runs/first --metric validation_loss
+  mpitrain runs best runs/first --over-seeds --test "data/digits/validate-*.h5"
   mpitrain predict "$(mpitrain runs best runs/first)" data/new -o out.h5"""
 
 
 def add_parser(commands: Any) -> None:
     """Add `runs` and its own subcommands to the command's subparsers."""
     parser = commands.add_parser(
-        "runs", help="compare runs, and name the best", description="Runs beside one another."
+        "runs", help="compare runs, and name the best setting", description="Runs beside one another."
     )
     actions = parser.add_subparsers(title="commands", dest="action", metavar="COMMAND", required=True)
     shown = actions.add_parser(
@@ -38,14 +44,20 @@ def add_parser(commands: Any) -> None:
     shown.set_defaults(run=run_table)
     best = actions.add_parser(
         "best",
-        help="the directory of the best run",
-        description="Print the best run's directory.",
+        help="the directory of a run of the best setting",
+        description=_BEST_DESCRIPTION,
         epilog=_EPILOG,
     )
     best.add_argument(
         "--over-seeds",
         action="store_true",
-        help="of the setting whose mean over seeds and folds is the best, all directories",
+        help="the directories of all runs of that setting, one a line (default: of its first seed and fold)",
+    )
+    best.add_argument(
+        "--test",
+        metavar="PATTERN",
+        help="shards that nothing was chosen by, to measure the best setting on (default: --test of the runs, or test= "
+        "of their job)",
     )
     best.set_defaults(run=run_best)
     for one in (shown, best):
@@ -76,13 +88,20 @@ def run_table(arguments: argparse.Namespace) -> int:
 
 
 def run_best(arguments: argparse.Namespace) -> int:
-    """Print the directory, or those of the best setting."""
-    from mpitrain.search.table import read_table
+    """Print the directory, or those of all runs of the best setting; how good that is goes to stderr."""
+    import sys
 
-    found = read_table(arguments.folders, arguments.metric).best(arguments.over_seeds)
-    for row in found:
+    from mpitrain.search.table import read_table
+    from mpitrain.training.held_out import held_out_lines
+
+    found = read_table(arguments.folders, arguments.metric)
+    best = found.best()
+    rows = best.runs if arguments.over_seeds else best.runs[:1]
+    for row in rows:
         path = str(row.folder)
         if path != printable(path):
             raise UsageError(f"the name of the directory {path!r} cannot be printed: rename it")
         print(path, flush=True)
+    lines = [*found.about(best), *held_out_lines([row.folder for row in best.runs], found.by, arguments.test)]
+    print(printable("\n".join(lines)), file=sys.stderr, flush=True)
     return EXIT_OK

@@ -284,6 +284,12 @@ def _add_validation_options(job: Any) -> None:
         help="cross-validation: train on the training set without part I of K, and validate on that part",
     )
     job.add_argument(
+        "--test",
+        metavar="PATTERN",
+        help="shards that nothing is chosen by: no run measures them, and mpitrain runs best and mpitrain ensemble say "
+        "what that which they have chosen gives on them",
+    )
+    job.add_argument(
         "--ema",
         type=fraction,
         metavar="X",
@@ -380,6 +386,7 @@ def overrides(arguments: argparse.Namespace) -> Any:
         log_every=arguments.log_every,
         trace=arguments.trace,
         fold=arguments.fold,
+        test=arguments.test,
     )
 
 

@@ -76,6 +76,8 @@ class Job:
         data: training samples: `Shards`, `Synthetic`, or a map-style dataset, an `IterableDataset` or a `DataLoader` of
             torch, whose dataset, collate_fn, worker processes, batch_size and drop_last are taken; which samples a
             worker gets is dealt by the job. validate: samples to validate on, or None.
+        test: samples that no run measures and nothing is chosen by; `mpitrain runs best` and `mpitrain ensemble` say
+            what that which they have chosen gives on them.
         transform: `transform(batch, random) -> batch`, on every training batch; `random` draws numbers that belong to
             the samples (`random.uniform()`, `random.each(f, batch["x"])`), whatever the number of workers.
             `mpitrain.Transformed(source, transform)` is the same for validation.
@@ -211,6 +213,7 @@ class Job:
     callbacks: Sequence[Any] = ()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     name: str | None = None
+    test: Source | None = None
 
     def __post_init__(self) -> None:
         _check_function("transform", self.transform, CALLED["transform"])
@@ -269,7 +272,7 @@ class Job:
 
         adopted = adopt("data", self.data, self.transform)
         object.__setattr__(self, "data", adopted.source)
-        for key in ("validate", "synthetic"):
+        for key in ("validate", "test", "synthetic"):
             if (value := getattr(self, key)) is not None:
                 object.__setattr__(self, key, adopt(key, value).source)
         size = adopted.batch_size

@@ -61,6 +61,7 @@ class Overrides:
     log_every: int | None = None
     trace: str | None = None
     fold: str | None = None
+    test: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inject", injection.texts(self.inject))
@@ -108,6 +109,7 @@ class Overrides:
 def apply_overrides(job: Job, overrides: Overrides) -> Job:
     """The job with the command line's options in place; `job.strategy` is set afterwards."""
     from mpitrain.data.datasets.folds import folded, read_fold
+    from mpitrain.data.read.shards import Shards
     from mpitrain.model.user_code import Checked, unwrapped
 
     overrides.check()
@@ -146,11 +148,15 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
                 "--synthetic: the job has no synthetic=mpitrain.Synthetic(...) to draw samples from"
             )
         unset = {key: None for key in VALIDATED if key not in changes}
-        changes |= {"data": job.synthetic, "validate": None, "target": {}, **unset}
+        changes |= {"data": job.synthetic, "validate": None, "test": None, "target": {}, **unset}
         changes.setdefault("validate_ema", False)
     if overrides.fold is not None:
         part, num_folds = read_fold(overrides.fold)
         changes["data"], changes["validate"] = folded(changes.get("data", job.data), part, num_folds)
+    if overrides.test is not None:
+        if overrides.synthetic:
+            raise UsageError("--test and --synthetic: drawn samples have no part that could be held out")
+        changes["test"] = Shards(overrides.test)
     if overrides.target:
         changes["target"] = dict(read_option(text) for text in overrides.target)
     precision = changes.get("precision", job.precision)

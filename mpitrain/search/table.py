@@ -1,17 +1,16 @@
 """Runs beside one another: the options in which they differ, what they have measured, how they ended, and, of settings
 that were trained several times, mean and spread.
 
-Invariants: it only reads what runs have left, and any of it may be missing. A spread is the sample standard deviation
-(n - 1 in the denominator) over seeds and folds.
+Invariants: it only reads what runs have left, and any of it may be missing. What is called the best is a setting, by
+the mean over its seeds and folds (`reporting/repetitions.py`).
 """
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
-import math
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +20,27 @@ from mpitrain.errors import UsageError, printable
 from mpitrain.options import show
 from mpitrain.reporting.html_page import document, table
 from mpitrain.reporting.html_page import text as escaped
+from mpitrain.reporting.repetitions import (
+    OF_ONE_RUN,
+    Measured,
+    Setting,
+    data_of,
+    figure_text,
+    measured,
+    options_of,
+    ranked,
+    repetition_of,
+    setting_of,
+    settings_among,
+    why_not_comparable,
+)
 from mpitrain.reporting.rows import metrics_in
 from mpitrain.reporting.run_files import RunFiles, read_runs
 from mpitrain.reporting.targets import LOSS, Choice, read_choice
 from mpitrain.search.sweep.deal import Standing, standings
 from mpitrain.search.sweep.journal import Sweep
-from mpitrain.search.sweep.plan import setting_of
-from mpitrain.search.sweep.runs import measured
 
 WIDTH = 80
-_FACTS = ("strategy", "workers", "servers", "batch_size", "accumulate", "precision", "epochs", "seed")
-_NOT_OPTIONS = {
-    "run_dir", "quiet", "resume", "checkpoint_every", "log", "log_every", "trace", "watchdog_s", "heartbeat_s", *_FACTS,
-}  # fmt: skip
 _STATUS = {0: "ok", 3: "missed", 75: "interrupted"}
 NOT_FINISHED = "not finished"
 
@@ -46,6 +53,7 @@ class RunRow:
         name: of its directory, as far as that tells it from the others; folder: the directory.
         options: that it was started with, by name; metrics: of its end, or of its last validation so far.
         samples_per_second: its figure of merit, None if it has none; status: "ok", "missed", "failed", ...
+        result: as in result.json; data: what it was measured on, "" where that is not known.
     """
 
     name: str
@@ -55,6 +63,7 @@ class RunRow:
     samples_per_second: float | None
     status: str
     result: Mapping[str, Any]
+    data: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,62 +98,70 @@ class Table:
         ]  # fmt: skip
         return head, cells
 
-    def settings(self) -> dict[tuple[tuple[str, Any], ...], list[RunRow]]:
-        """The runs that differ in seed and fold alone, by what they have in common."""
-        found: dict[tuple[tuple[str, Any], ...], list[RunRow]] = {}
+    def measured(self, metric: str) -> list[Measured[RunRow]]:
+        """The runs, each with its setting and what it has reached."""
+        by = self.by if self.by and self.by.metric == metric else None
+        found, names = [], self.options
         for row in self.rows:
-            options = {name: _text(row.options.get(name, "")) for name in self.options}
-            found.setdefault(setting_of(options), []).append(row)
+            options = {name: _text(row.options.get(name, "")) for name in names}
+            value = _value(row, by) if by else row.metrics.get(metric)
+            found.append(Measured(row, setting_of(options), repetition_of(row.options), value, row.data))
         return found
 
     def of_settings(self) -> tuple[list[str], list[list[Any]]] | None:
         """Head and cells of mean and spread of each metric, a line for each setting; None where none was repeated."""
-        found = self.settings()
-        if all(len(rows) == 1 for rows in found.values()):
+        by_metric = {name: settings_among(self.measured(name)) for name in self.metrics}
+        found = settings_among(self.measured(""))
+        if all(one.num_repetitions == 1 for one in found):
             return None
-        names = [name for name, _ in next(iter(found))]
+        names = [name for name in self.options if name not in OF_ONE_RUN]
         head = [*names, "runs", *(f"{name} {what}" for name in self.metrics for what in ("mean", "spread"))]
         lines = []
-        for setting, rows in found.items():
-            cells = [value for _, value in setting] + [len(rows)]
-            for name in self.metrics:
-                cells += spread_of([row.metrics[name] for row in rows if name in row.metrics])
+        for at, setting in enumerate(found):
+            options = setting.runs[0].options
+            cells: list[Any] = [_text(options.get(name, "")) for name in names] + [setting.num_repetitions]
+            for those in by_metric.values():
+                cells += ["" if one is None else one for one in (those[at].mean, those[at].spread)]
             lines.append(cells)
         return head, lines
 
-    def best(self, over_repeats: bool = False) -> list[RunRow]:
-        """The best run; with `over_repeats` those of the setting whose mean is the best.
+    def best(self) -> Setting[RunRow]:
+        """The setting whose mean over its runs is the best.
 
         Raises:
-            UsageError: nothing was measured.
+            UsageError: nothing was measured, or not on the same data.
         """
         if self.by is None:
             raise UsageError("none of these runs has measured anything: their job has no validate=")
-        chosen: list[RunRow] = []
-        best: float | None = None
-        groups = self.settings().values() if over_repeats else [[row] for row in self.rows]
-        for rows in groups:
-            values = [value for row in rows if (value := _value(row, self.by)) is not None]
-            value = statistics.fmean(values) if len(values) == len(rows) else None
-            if self.by.is_better(value, best):
-                best, chosen = value, list(rows)
-        if not chosen:
-            raise UsageError(f"none of these runs has come to its end with a finite {self.by.metric}")
-        return chosen
+        found = ranked(settings_among(self.measured(self.by.metric)), self.by)
+        if not found:
+            raise UsageError(
+                f"none of these runs has come to its end with a finite {self.by.metric} (of a setting that was trained "
+                "several times, all of its runs)"
+            )
+        return found[0]
+
+    def about(self, best: Setting[RunRow]) -> list[str]:
+        """What people should know of the best setting."""
+        assert self.by is not None
+        names = [name for name in self.options if name not in OF_ONE_RUN]
+        options = " ".join(f"{name}={_text(best.runs[0].options.get(name, ''))}" for name in names)
+        number = len(settings_among(self.measured(self.by.metric)))
+        return [
+            f"best of {number} setting{'s' * (number > 1)}: {self.by.metric} {figure_text(best)}"
+            + (f"; {options}" if options else "")
+        ]
+
+    @property
+    def note(self) -> str:
+        """What people should know before they compare these runs; empty where nothing."""
+        return why_not_comparable(settings_among(self.measured(self.by.metric))) if self.by else ""
 
 
 def _value(row: RunRow, by: Choice) -> float | None:
     if row.status in ("failed", NOT_FINISHED, "running", "open"):
         return None
     return measured(row.result, by) if row.result else row.metrics.get(by.metric)
-
-
-def spread_of(values: Sequence[float]) -> list[Any]:
-    """Mean and sample standard deviation of what is finite; empty texts where there is none, or only one."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return ["", ""]
-    return [statistics.fmean(finite), statistics.stdev(finite) if len(finite) > 1 else ""]
 
 
 def read_table(folders: Sequence[str | Path], metric: str | None = None) -> Table:
@@ -162,6 +179,7 @@ def read_table(folders: Sequence[str | Path], metric: str | None = None) -> Tabl
             by = by or (read_choice(plan.metric) if plan.metric else None)
         else:
             rows += [_row(run) for run in read_runs([folder])]
+    rows = _named_apart(rows)
     rows.sort(key=lambda row: ([str(row.folder.parent)], _natural(row.name)))
     reported = sorted({name for row in rows for name in row.metrics})
     if metric:
@@ -170,6 +188,19 @@ def read_table(folders: Sequence[str | Path], metric: str | None = None) -> Tabl
         targets = [name for row in rows for name in row.result.get("target") or {} if name in reported]
         by = read_choice([*targets, *([LOSS] if LOSS in reported else []), *reported][0])
     return Table(tuple(rows), by)
+
+
+def _named_apart(rows: Sequence[RunRow]) -> list[RunRow]:
+    """Each run once, called by as many of the folders above it as it takes to tell it from the others."""
+    by_place = {row.folder.resolve(): row for row in reversed(rows)}
+    places = [place for row in rows if (place := row.folder.resolve()) and by_place.get(place) is row]
+    for depth in range(1, max((len(place.parts) for place in places), default=0) + 1):
+        names = ["/".join(place.parts[-depth:]) for place in places]
+        if len(set(names)) == len(names):
+            break
+    return [
+        dataclasses.replace(by_place[place], name=name) for place, name in zip(places, names, strict=True)
+    ]
 
 
 def _of_sweep(folder: Path) -> list[RunRow]:
@@ -193,7 +224,7 @@ def _of_sweep(folder: Path) -> list[RunRow]:
             found.append(
                 RunRow(
                     row.name, run_dir, {**row.options, **options}, row.metrics, row.samples_per_second,
-                    _standing_text(stand, row), row.result,
+                    _standing_text(stand, row), row.result, row.data,
                 )
             )  # fmt: skip
         else:
@@ -209,12 +240,6 @@ def _standing_text(stand: Standing, row: RunRow) -> str:
 def _row(run: RunFiles) -> RunRow:
     code = run.result.get("exit_code")
     status = NOT_FINISHED if not run.result else _STATUS.get(code if isinstance(code, int) else 1, "failed")
-    given = {
-        key: value for key, value in (run.started.get("overrides") or {}).items() if key not in _NOT_OPTIONS
-    }
-    options = {name: value for name in _FACTS if (value := run.fact(name)) is not None}
-    options |= {name: value for name, value in given.items() if value not in (None, False, [], ())}
-    options |= run.result.get("options") or run.started.get("options") or {}
     last = run.of_kind("validation")
     found = run.result.get("metrics") or (metrics_in(last[-1]) if last else {})
     metrics = {
@@ -224,8 +249,8 @@ def _row(run: RunFiles) -> RunRow:
     }
     rate = run.result.get("samples_per_second")
     return RunRow(
-        run.folder.resolve().name, run.folder, options, metrics,
-        float(rate) if isinstance(rate, int | float) else None, status, run.result,
+        run.folder.resolve().name, run.folder, options_of(run), metrics,
+        float(rate) if isinstance(rate, int | float) else None, status, run.result, data_of(run),
     )  # fmt: skip
 
 
@@ -261,6 +286,8 @@ def as_text(found: Table) -> str:
             f"over seeds{' and folds' * ('fold' in found.options)}:",
             _blocks(*repeated, num_first=0),
         ]
+    if found.note:
+        parts += ["", f"note: {found.note}"]
     return "\n".join(parts)
 
 
@@ -307,7 +334,9 @@ def _body(found: Table) -> Iterable[str]:
         better = "less" if found.by.less_is_better else "more"
         yield f'<p class="note">Compared by {escaped(found.by.metric)}: {better} is better.</p>'
         try:
-            yield f"<p>The best: {escaped(str(found.best()[0].folder))}</p>"
+            best = found.best()
+            folders = ", ".join(str(row.folder) for row in best.runs)
+            yield f"<p>The best: {escaped(folders)} ({escaped(figure_text(best))})</p>"
         except UsageError as error:
             yield f'<p class="fail">{escaped(str(error))}</p>'
     yield table(*found.of_runs())
@@ -315,3 +344,5 @@ def _body(found: Table) -> Iterable[str]:
         yield "<h2>Over seeds and folds</h2>"
         yield table(*repeated)
         yield '<p class="note">The spread is the sample standard deviation.</p>'
+    if found.note:
+        yield f'<p class="note">{escaped(found.note)}</p>'

@@ -34,6 +34,7 @@ from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.validation_policy import ValidationCadence, read_validation_policy
 from mpitrain.system.trace import TraceSteps, file_name, read_steps, switch
+from mpitrain.training.about_data import about_data
 from mpitrain.training.best_model import Validations, begin_from
 from mpitrain.training.initial_weights import start_from
 from mpitrain.training.judge import judge, why_not_finite
@@ -79,6 +80,8 @@ class VirtualRun:
                 f"{self.catalogue.num_samples} workers"
             )
         self.job, self.options, self.number = job, options, number
+        validation = job.validate.scan() if job.validate else None
+        self._about_data = about_data(job, options, self.catalogue, validation)
         self.network = network
         self.compute_text = str(compute)
         self.compute, self.measured = with_measured(compute, job, options.lr, self.catalogue)
@@ -222,6 +225,7 @@ class VirtualRun:
             self.log.event("warning", text=nothing_traced(self.job.trace))
         return {
             **judge(self.job, metrics, list(filter(None, [*failures, self._diverged])), self.options),
+            **self._about_data,
             **self.validations.result(),
             "workers": self.number,
             "servers": 0,

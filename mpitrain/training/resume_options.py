@@ -45,6 +45,7 @@ ON_RESUME = {
     "validate_ema": ACTS,
     "scheduler": ACTS,
     "target": ACTS,
+    "test": ACTS,
     "validate_every": ACTS,
     "keep_best": ACTS,  # by another metric the best is looked for anew
     "patience": ACTS,

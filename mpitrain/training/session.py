@@ -34,6 +34,7 @@ from mpitrain.system.launch_variables import launched_server_nodes
 from mpitrain.system.run_directory import RUN_FILE, RUN_SCHEMA, Identity
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training import signals
+from mpitrain.training.about_data import about_data
 from mpitrain.training.accounting import Account
 from mpitrain.training.agree import attempt as attempt
 from mpitrain.training.best_model import Validations
@@ -60,7 +61,7 @@ class Session:
     Attributes:
         place: this rank's number when the run began; should other ranks die, it may get another.
         report: of rank 0; the other ranks report nothing. lock: of the run directory, on rank 0.
-        contents: see `fingerprint.contents_of`.
+        contents: see `fingerprint.contents_of`. about_data: on rank 0, what the result says of the data.
         account: what this start and those before it have cost.
         before_result: is called on rank 0 when all ranks have come to the end.
         end_listening: to ranks that were given up and come back late; until then they are answered.
@@ -82,6 +83,7 @@ class Session:
     resume: Checkpoint | None = None
     lock: RunLock | None = None
     contents: dict[str, str] = dataclasses.field(default_factory=dict)
+    about_data: dict[str, Any] = dataclasses.field(default_factory=dict)
     emergency: Emergency | str = "the run had not begun"
     account: Account | None = None
     before_result: Callable[[], None] = lambda: None
@@ -220,11 +222,14 @@ def prepare(
     contents: dict[str, str] = runtime.broadcast(
         attempt(runtime, lambda: contents_of(catalogue) if runtime.rank == 0 else None)
     )
+    about = attempt(
+        runtime, lambda: {} if runtime.rank else about_data(job, overrides, catalogue, validation)
+    )
     opened = open_run(runtime, job, overrides)
     runtime.run_dir = run_dir = opened.run_dir
     session = Session(
         runtime, job, overrides, roles, catalogue, validation, run_dir, NullReport(), started_s, runtime.rank,
-        opened.identity, opened.resume, opened.lock, contents, leg=opened.leg,
+        opened.identity, opened.resume, opened.lock, contents, about, leg=opened.leg,
     )  # fmt: skip
     runtime.allreduce_plan.adopt(session.resume.about.get("allreduce") if session.resume else None)
     environment = runtime.gather(
@@ -395,6 +400,7 @@ def result_of(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any
     return {
         **merged,
         **judge(session.job, merged["metrics"], failures, session.overrides, requeue),
+        **session.about_data,
         "workers": len(session.roles.workers),
         "servers": len(session.roles.servers),
         **_aggregators(session),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,19 @@ from hypothesis import strategies as st
 from mpitrain.errors import UsageError
 from mpitrain.reporting.targets import read_choice
 from mpitrain.search.sweep.asha import Asha, promotable
+from mpitrain.search.sweep.axes import Axis
 from mpitrain.search.sweep.deal import (
     DONE,
     FAILED,
     INTERRUPTED,
     MAX_DEATHS,
     Answer,
+    Compared,
     Ended,
     Records,
     Task,
     best_of,
+    compare_settings,
     next_task,
     standings,
 )
@@ -69,15 +73,19 @@ def test_who_is_among_the_best_third_goes_on() -> None:
 class Bench:
     """Dealers that work at once, in an order that a seed decides; a step ends, kills or interrupts a task."""
 
-    def __init__(self, num: int, rungs: int, seed: int, reduction: int = 3):
-        self.num, self.rungs, self.reduction = num, rungs, reduction
+    def __init__(self, num: int, rungs: int, seed: int, reduction: int = 3, repeats: int = 1):
+        self.num, self.rungs, self.reduction = num * repeats, rungs, reduction
+        self.settings = [range(at * repeats, (at + 1) * repeats) for at in range(num)]
         self.random, self.trained = random.Random(seed), list[Task]()
         self.claimed: dict[Task, bool] = {}
         self.ended: dict[Task, Ended] = {}
         self.records = Records(self.claimed, self.ended)
 
     def next(self) -> Task | Answer:
-        return next_task(self.records, self.num, self.rungs, MORE, self.reduction)
+        return next_task(self.records, self.num, self.rungs, MORE, self.reduction, self.settings)
+
+    def compared(self) -> list[Compared]:
+        return compare_settings(self.records, self.num, self.rungs, self.settings)
 
     def run(self, dealers: int, worth: list[float], deaths: int = 0, interruptions: int = 0) -> None:
         busy: list[Task] = []
@@ -125,23 +133,47 @@ def test_every_configuration_is_finished_once_whatever_dies(
     deaths=st.integers(0, 2),
     seed=st.integers(0, 99),
     reduction=st.integers(2, 4),
+    repeats=st.integers(1, 3),
 )
 def test_early_stopping_finishes_with_the_best_and_trains_few_to_the_end(
-    num: int, dealers: int, deaths: int, seed: int, reduction: int
+    num: int, dealers: int, deaths: int, seed: int, reduction: int, repeats: int
 ) -> None:
     """The bound of the paper's synchronous version holds for what is left at the end, and the best is always among it:
-    a configuration that is the best of all is the best of every set."""
-    bench = Bench(num, 3, seed, reduction)
-    worth = [bench.random.random() for _ in range(num)]
+    a setting whose mean is the best of all is the best of every set. All of its repetitions come to the same rung."""
+    bench = Bench(num, 3, seed, reduction, repeats)
+    worth = [bench.random.random() for _ in range(bench.num)]
     bench.run(dealers, worth, deaths)
     on = [[task.number for task in bench.trained if task.rung == rung] for rung in range(3)]
-    assert sorted(on[0]) == list(range(num))
+    assert sorted(on[0]) == list(range(bench.num))
     for lower, upper in zip(on, on[1:]):
         assert len(set(upper)) == len(upper) and set(upper) <= set(lower)
-        assert len(upper) >= len(lower) // reduction
-    found = best_of(standings(bench.records, num, 3), MORE)
-    assert found is not None and found.number == worth.index(max(worth))
+        assert len(upper) >= len(lower) // repeats // reduction * repeats
+        assert all(len(set(upper) & set(those)) in (0, repeats) for those in bench.settings)
+    found = best_of(bench.compared(), MORE)
+    means = [statistics.fmean(worth[number] for number in those) for those in bench.settings]
+    assert found is not None and found.numbers == tuple(bench.settings[means.index(max(means))])
+    assert found.mean == pytest.approx(max(means))
     assert found.rung == max(rung for rung in range(3) if on[rung])
+
+
+def test_a_setting_with_a_failed_repetition_is_never_the_best() -> None:
+    """Its folds that have not failed may be the easy ones."""
+    tasks = [Task(number) for number in range(4)]
+    ended = dict(
+        zip(tasks, [Ended(DONE, 0.9), Ended(FAILED), Ended(DONE, 0.2), Ended(DONE, 0.4)], strict=True)
+    )
+    found = compare_settings(Records(dict.fromkeys(tasks, True), ended), 4, 1, [(0, 1), (2, 3)])
+    assert [one.mean for one in found] == [None, pytest.approx(0.3)]
+    assert found[1].spread == pytest.approx(0.2 / 2**0.5)
+    assert best_of(found, MORE) == found[1]
+
+
+def test_settings_of_a_plan_differ_in_more_than_seed_and_fold() -> None:
+    axes = (Axis("lr", ("1", "2")), Axis("fold", ("1/2", "2/2")))
+    assert Plan("job.py", axes=axes, seeds=(0, 7)).settings == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert Plan("job.py", axes=axes[:1], folds=3).settings == ((0, 1, 2), (3, 4, 5))
+    asked = Plan("job.py", axes=axes[:1], sampler="optuna", num=2, folds=2)
+    assert asked.settings == ((0, 1), (2, 3))
 
 
 def test_what_kills_its_process_again_and_again_is_given_up() -> None:

@@ -93,7 +93,7 @@ def test_a_local_sweep_reruns_what_has_failed_and_nothing_else(
     assert "1 ok, 1 failed" in said and "1 failed: rank 0 (worker, step 0): RuntimeError: planted" in said
     assert ended(here / "out") == {(0, "ok"): 1, (1, "failed"): 1}
     figures = json.loads((here / "out.json").read_text())
-    assert figures["best"] == 0 and figures["num_attempts"] == 2 and 0 <= figures["idle_share"] < 1
+    assert figures["best"] == [0] and figures["num_attempts"] == 2 and 0 <= figures["idle_share"] < 1
     assert cli.main(["sweep", "--run-dir", "out"]) == 1  # nothing is left to do
     assert ended(here / "out") == {(0, "ok"): 1, (1, "failed"): 1}
     (here / "FIXED").touch()
@@ -178,7 +178,7 @@ def test_early_stopping_trains_no_sample_twice_and_goes_on_from_checkpoints(here
     ]  # fmt: skip
     run_ranks(3, [python, "-m", "mpitrain", *words], cwd=here).check()
     figures = json.loads((here / "out.json").read_text())
-    assert figures["rungs_epochs"] == [1, 3, 9] and figures["best"] == 2
+    assert figures["rungs_epochs"] == [1, 3, 9] and figures["best"] == [2]
     rungs = {one["number"]: one["rung"] for one in figures["configurations"]}
     assert len(rungs) == 9 and rungs[2] == 2 and sum(rung > 0 for rung in rungs.values()) >= 3
     trained = Counter[int]()
@@ -245,19 +245,40 @@ def test_optuna_that_is_missing_is_named(
 
 
 def test_folds_of_the_training_set(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """32 samples in 4 folds: each run trains on 24 and validates on the other 8."""
+    """32 samples in 4 folds: each run trains on 24 and validates on the other 8. The best is a setting, not a fold."""
     python = str(find_mpi()[0])
-    words = ["sweep", "job.py", "--vary", "lr=0.1,0.2", "--folds", "4", "--run-dir", "out"]
-    run_ranks(2, [python, "-m", "mpitrain", *words], cwd=here).check()
+    words = [
+        "sweep",
+        "job.py",
+        "--vary",
+        "lr=0.1,0.2",
+        "--folds",
+        "4",
+        "--run-dir",
+        "out",
+        "--json",
+        "j.json",
+    ]
+    said = run_ranks(2, [python, "-m", "mpitrain", *words], cwd=here).check().stdout
+    found = json.loads((here / "j.json").read_text())
+    means = [one["mean"] for one in found["settings"]]
+    best = [one["numbers"] for one in found["settings"] if one["mean"] == min(means)]
+    assert len(means) == 2 and found["best"] in best and len(found["best"]) == 4
+    assert "2 settings, mean and spread over their seeds and folds:" in said
     assert ended(here / "out") == {(number, "ok"): 1 for number in range(8)}
     losses = set()
     for number in range(8):
         result = json.loads((here / "out" / str(number) / "result.json").read_text())
         assert result["samples"] == 24
         losses.add(result["metrics"]["validation_loss"])
+    assert cli.main(["runs", "best", "out", "--metric", "validation_loss", "--over-seeds"]) == 0
+    out, err = capsys.readouterr()
+    assert [int(Path(line).name) for line in out.splitlines()] == found["best"]
+    assert f"best of 2 settings: validation_loss {min(means):.6g} +- " in err and " over 4 runs; " in err
     assert len(losses) == 8  # each has validated on samples of its own
     assert cli.main(["runs", "table", "out"]) == 0
     said = capsys.readouterr().out
+    assert "note:" not in said  # all settings have all folds
     assert "over seeds and folds:\nlr   runs  validation_loss mean  validation_loss spread" in said
 
 

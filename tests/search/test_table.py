@@ -16,13 +16,14 @@ from mpitrain.search.table import as_html, as_text, read_table
 
 
 def write_run(
-    folder: Path, accuracy: float | None, exit_code: int = 0, seed: int = 0, **options: Any
+    folder: Path, accuracy: float | None, exit_code: int = 0, seed: int = 0, data: str = "", **options: Any
 ) -> None:
     folder.mkdir(parents=True)
     result = {
         "status": "ok", "exit_code": exit_code, "seed": seed, "strategy": "allreduce()", "samples_per_second": 1000.0,
         "metrics": {} if accuracy is None else {"accuracy": accuracy, "validation_loss": 1 - accuracy},
         "options": {name: value for name, value in options.items() if "." in name}, "target": {},
+        "measured_on": data,
     }  # fmt: skip
     (folder / "result.json").write_text(json.dumps(result))
     given = {name: value for name, value in options.items() if "." not in name}
@@ -60,13 +61,18 @@ def test_mean_and_spread_over_seeds(runs: Path) -> None:
     assert read_table([runs / "8", runs / "11"]).of_settings() is None
 
 
-def test_the_best_run_and_the_best_setting_differ(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_is_the_setting_with_the_best_mean_not_the_luckiest_run(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run 11 has 0.95, and the mean of its setting is 0.55; that of the other one is 0.8."""
     assert cli.main(["runs", "best", str(runs), "--metric", "accuracy"]) == 0
-    assert capsys.readouterr().out == f"{runs / '11'}\n"
+    out, err = capsys.readouterr()
+    assert out == f"{runs / '8'}\n"
+    assert err == "best of 2 settings: accuracy 0.8 +- 0.1 over 3 runs; lr=0.1\n"
     assert cli.main(["runs", "best", str(runs), "--metric", "accuracy", "--over-seeds"]) == 0
     assert capsys.readouterr().out.split() == [str(runs / name) for name in ("8", "9", "10")]
     assert cli.main(["runs", "best", str(runs), "--metric", "<accuracy"]) == 0
-    assert capsys.readouterr().out == f"{runs / '12'}\n"
+    assert capsys.readouterr().out == f"{runs / '11'}\n"
     assert cli.main(["runs", "best", str(runs), "--metric", "acuracy"]) == 2
     assert "reports accuracy, validation_loss" in capsys.readouterr().err
 
@@ -77,9 +83,47 @@ def test_a_failed_run_is_never_the_best(tmp_path: Path) -> None:
     write_run(tmp_path / "c", None, exit_code=1)
     found = read_table([tmp_path], "accuracy")
     assert [row.status for row in found.rows] == ["ok", "failed", "failed"]
-    assert found.best()[0].name == "a"
+    assert found.best().runs[0].name == "a"
     with pytest.raises(UsageError, match="none of these runs"):
         read_table([tmp_path / "b", tmp_path / "c"], "accuracy").best()
+
+
+def folds(folder: Path, name: str, *accuracies: float) -> None:
+    for number, accuracy in enumerate(accuracies):
+        fold = {"fold": f"{number + 1}/{len(accuracies)}", "data": f"part {number}"}
+        write_run(folder / f"{name}-{number}", accuracy, lr=name, **fold)
+
+
+def test_settings_that_were_measured_on_different_data_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fold 3 is the easiest: alone it wins, as part of the whole it does not; and 2 folds are not 3."""
+    folds(tmp_path / "a", "good", 0.7, 0.8, 0.9)
+    folds(tmp_path / "a", "lucky", 0.1, 0.2, 0.99)
+    assert read_table([tmp_path / "a"], "accuracy").best().mean == pytest.approx(0.8)
+    write_run(tmp_path / "a" / "half", 0.95, lr="half", fold="1/2", data="half")
+    assert cli.main(["runs", "best", str(tmp_path / "a"), "--metric", "accuracy"]) == 2
+    assert "measured on 2 different sets of validation data" in capsys.readouterr().err
+    assert cli.main(["runs", "best", str(tmp_path / "a" / "good-0"), str(tmp_path / "a" / "lucky-1")]) == 2
+    assert cli.main(["runs", "table", str(tmp_path / "a")]) == 0
+    assert "note: these runs were measured on 2 different sets" in capsys.readouterr().out
+    # a fold that has failed leaves nothing to compare its setting by
+    write_run(tmp_path / "b" / "0", 0.9, fold="1/2", data="half", lr=1)
+    write_run(tmp_path / "b" / "1", 0.9, fold="2/2", data="other", lr=1, exit_code=1)
+    with pytest.raises(UsageError, match="none of these runs has come to its end"):
+        read_table([tmp_path / "b"], "accuracy").best()
+
+
+def test_a_seed_counts_once_over_two_sweeps_and_each_run_says_which_it_is_of(tmp_path: Path) -> None:
+    """By hand: seed 0 has 0.5 and 0.7, seed 1 has 0.9: mean of 0.6 and 0.9."""
+    write_run(tmp_path / "first" / "0", 0.5)
+    write_run(tmp_path / "second" / "0", 0.7)
+    write_run(tmp_path / "second" / "1", 0.9, seed=1)
+    found = read_table([tmp_path / "first", tmp_path / "second", tmp_path / "second" / "0"], "accuracy")
+    assert [row.name for row in found.rows] == ["first/0", "second/0", "second/1"]
+    settings = found.of_settings()
+    assert settings is not None
+    assert settings[1][0][:3] == [2, pytest.approx(0.75), pytest.approx(0.3 / 2**0.5)]
 
 
 def test_text_fits_80_columns_and_every_form_holds_every_run(
@@ -112,4 +156,4 @@ def test_a_run_without_a_result_is_not_finished(tmp_path: Path) -> None:
         ("ok", 0.5),
         ("not finished", 0.75),
     ]
-    assert found.best()[0].name == "a"
+    assert found.best().runs[0].name == "a"

@@ -43,7 +43,8 @@ def metrics(model, batch):
 
 job = mt.Job(
     model=model, loss=loss, metrics=metrics, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.2),
-    data=toy.Memory(), validate=toy.Memory(29), batch_size=8, predict=lambda model, batch: model(batch["x"]).softmax(1),
+    data=toy.Memory(), validate=toy.Memory(29), test=toy.Memory(17), batch_size=8,
+    predict=lambda model, batch: model(batch["x"]).softmax(1),
 )
 """
 RUNS = {
@@ -93,6 +94,13 @@ def by_hand(made, names, weights):
     x, _ = data()
     found = [mt.load(made / name).double()(x.double()).softmax(1) for name in names.split()]
     return sum(weight * one for weight, one in zip(weights, found, strict=True)) / sum(weights)
+
+
+@torch.no_grad()
+def by_hand_of(made, names, x):
+    """The same of other samples, with equal weights."""
+    found = [mt.load(made / name).double()(x.double()).softmax(1) for name in names.split()]
+    return sum(found) / len(found)
 
 
 def test_probabilities_are_averaged_and_figures_are_those_of_the_mean(made, tmp_path):
@@ -235,6 +243,76 @@ def test_the_best_are_chosen_of_a_directory_and_the_named_are_all_taken(tmp_path
         chosen(named[:1])
 
 
+def test_a_setting_is_chosen_with_all_of_its_runs_and_by_their_mean(tmp_path):
+    """Run b1 is the best of all, and its setting is the worst."""
+    values = {"a": (0.6, 0.7), "b": (0.95, 0.1), "c": (0.8, 0.9), "d": (0.5, 0.7)}
+    for name, two in values.items():
+        for seed, value in enumerate(two):
+            results(tmp_path / "s", **{f"{name}{seed + 1}": of(value, seed=seed, options={"m.x": name})})
+    assert chosen([tmp_path / "s"], 2) == ["c1", "c2", "a1", "a2"]
+    assert chosen([tmp_path / "s"]) == ["c1", "c2", "a1", "a2", "d1", "d2"]
+    found = {"exit_code": 0, "metrics": {}, "seed": 7, "options": {"m.x": "c"}}
+    results(tmp_path / "s", c3=found)
+    made = choose_members([tmp_path / "s"], 2, None, "last")
+    assert [run.name for run in made.runs] == ["a1", "a2", "d1", "d2"]
+    assert made.passed_over["c1"] == "another run of its setting has no accuracy"
+    for name, on in (("e", "elsewhere"), ("f", "here")):
+        results(tmp_path / "s", **{name: of(0.99, seed=0, options={"m.x": name}, measured_on=on)})
+    with pytest.raises(UsageError, match="different sets of validation data"):
+        chosen([tmp_path / "s"], 2)
+
+
+def test_what_was_chosen_is_measured_on_a_part_that_nothing_was_chosen_by(made, tmp_path, capsys):
+    """The figures are those of the first 17 samples by hand; nothing of them stands in a run's result."""
+    assert "accuracy" not in json.dumps(json.loads((made / "a" / "result.json").read_text())["held_out"])
+    x, target = (one[:17] for one in data())
+    by_run = [figures(by_hand_of(made, name, x), target) for name in "abc"]
+    assert main(["runs", "best", *dirs(made, "a c"), "--metric", "accuracy", "--over-seeds"]) == 0
+    out, err = capsys.readouterr()
+    assert out.split() == dirs(made, "a c")
+    two = [by_run[0]["accuracy"], by_run[2]["accuracy"]]
+    assert f"held out: accuracy {sum(two) / 2:.6g}" in err
+    together = figures(by_hand_of(made, "a b c", x), target)
+    words = ["ensemble", *dirs(made, "a b c"), "-o", str(tmp_path / "e"), "--json", str(tmp_path / "j.json")]
+    assert main(words) == 0
+    held = json.loads((tmp_path / "j.json").read_text())["held_out"]
+    best = next(name for name in held if name != "ensemble")
+    assert held["ensemble"] == pytest.approx(together, rel=1e-5)
+    assert held[best] == pytest.approx(by_run["abc".index(best)], rel=1e-5)
+    assert "held out: ensemble: " in capsys.readouterr().out
+    with mt.ShardWriter(tmp_path / "shards") as writer:
+        writer.add({"x": x[:9].numpy(), "y": x[:9].sum(1, keepdim=True).numpy()})
+    shards = str(tmp_path / "shards" / "*.h5")
+    assert main(["runs", "best", *dirs(made, "b"), "--metric", "accuracy", "--test", shards]) == 0
+    nine = figures(by_hand_of(made, "b", x[:9]), target[:9])
+    assert f"held out: accuracy {nine['accuracy']:.6g}" in capsys.readouterr().err
+    assert main(["runs", "best", *dirs(made, "b"), "--test", str(tmp_path / "none-*.h5")]) == 2
+
+
+def test_a_held_out_part_is_no_part_of_what_is_trained_on(tmp_path, capsys):
+    with mt.ShardWriter(tmp_path / "shards") as writer:
+        writer.add({"x": torch.zeros(20, 5).numpy(), "y": torch.zeros(20, 1).numpy()})
+    shards = tmp_path / "shards"
+    (tmp_path / "job.py").write_text(
+        JOB.replace("data=toy.Memory()", f"data=mt.Shards({str(shards / '*.h5')!r})")
+    )
+    run = [
+        "simulate",
+        str(tmp_path / "job.py"),
+        "--workers",
+        "2",
+        "--run-dir",
+        str(tmp_path / "r"),
+        "--quiet",
+    ]
+    assert main([*run, "--test", str(shards / "*.h5")]) == 2
+    assert "is in data=, too" in capsys.readouterr().err
+    shutil.copytree(shards, tmp_path / "others")
+    assert main([*run, "--test", str(tmp_path / "others" / "*.h5")]) == 0
+    held = json.loads((tmp_path / "r" / "result.json").read_text())["held_out"]
+    assert held["pattern"] == str(tmp_path / "others" / "*.h5")
+
+
 def test_a_uniform_soup_has_the_mean_of_the_weights(made, tmp_path):
     done = mt.ensemble(dirs(made, "a b c"), tmp_path / "soup", soup="uniform", weights=[1, 1, 2])
     files = [load_file(made / name / "model.safetensors") for name in "abc"]
@@ -310,7 +388,7 @@ def test_the_command_prints_members_beside_the_whole_in_80_columns(made, tmp_pat
     starred = next(row[1] for row in rows if row[0] == "*")
     assert starred == record["best"]
     beats = {"True": "it beats", "False": "its best member"}[str(record["is_better"]["accuracy"])]
-    assert beats in said[-2]
+    assert beats in said[-4] and said[-3].startswith("held out: ensemble: accuracy ")
     assert main(words) == 2 and "--overwrite to replace it" in capsys.readouterr().err
     assert main([*words, "--overwrite", "--combine", "votes"]) == 0
     assert main(["ensemble", *dirs(made, "a"), str(tmp_path / "e"), "-o", str(tmp_path / "g")]) == 2

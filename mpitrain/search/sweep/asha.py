@@ -1,4 +1,4 @@
-"""Asynchronous successive halving: which configuration goes on training, and which new one begins.
+"""Asynchronous successive halving: which setting goes on training, and which new one begins.
 
 After Li et al., "A System for Massively Parallel Hyperparameter Tuning" (MLSys 2020), algorithm 2. Rungs are amounts of
 training, each `reduction` times the one below. Whoever is free asks, and nobody waits for a whole rung: the best
@@ -23,7 +23,7 @@ RULE_KIND = "early stopping"
 @register(RULE_KIND, "asha")
 @dataclass(frozen=True, repr=False)
 class Asha(Value):
-    """The best 1/reduction of the configurations that have trained for `least` epochs go on to reduction x least, and
+    """The best 1/reduction of the settings that have trained for `least` epochs go on to reduction x least, and
     so on; those of the last rung are trained to their end."""
 
     least: int = 1
@@ -55,16 +55,16 @@ class Asha(Value):
 
 Measured = Sequence[
     Mapping[int, float | None]
-]  # of each rung: what each configuration has reached; None: it failed
+]  # of each rung: what each setting has reached; None: it failed
 
 
 def promotable(
     measured: Measured, begun: Sequence[Collection[int]], by: Choice, reduction: int
 ) -> tuple[int, int] | None:
-    """The configuration that goes on next, with the rung that it goes on to; None where none does.
+    """The setting that goes on next, with the rung that it goes on to; None where none does.
 
     Args:
-        measured: of each rung, by configuration.
+        measured: of each rung, by setting.
         begun: of each rung, who trains for it or has done so.
     """
     for rung in range(len(measured) - 2, -1, -1):

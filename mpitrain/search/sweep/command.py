@@ -6,6 +6,7 @@ directory goes on, and only with the plan it has been begun with.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -16,7 +17,16 @@ from typing import Any
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, UsageError, printable
 from mpitrain.reporting.report import default_run_dir
 from mpitrain.search.sweep.check import Read, Setup, examine
-from mpitrain.search.sweep.deal import FAILED, Standing, Task, all_progress, best_of, standings
+from mpitrain.search.sweep.deal import (
+    FAILED,
+    Compared,
+    Standing,
+    Task,
+    all_progress,
+    best_of,
+    compare_settings,
+    standings,
+)
 from mpitrain.search.sweep.journal import Dealer, Sweep
 from mpitrain.search.sweep.local import Dealt, deal_locally, default_parallel
 from mpitrain.search.sweep.plan import Plan, differing
@@ -214,17 +224,39 @@ def summary(sweep: Sweep, setup: Setup, found: list[Standing]) -> list[str]:
         f"{len(found)} configurations: " + ", ".join(f"{count} {status}" for status, count in counts.items())
     ]
     lines += [f"  {one.number} failed: {one.reason}"[:200] for one in found if one.status == FAILED][:SHOWN]
-    if setup.by is None or (best := best_of(found, setup.by)) is None:
+    compared = settings_of(sweep, setup)
+    if setup.by is None or (best := best_of(compared, setup.by)) is None:
         return lines
-    options = {one.number: one.text for one in configurations_of(sweep, setup)}
+    options = {one.number: one for one in configurations_of(sweep, setup)}
     sign = 1 if setup.by.less_is_better else -1
     ranked = sorted(
-        (one for one in found if one.value is not None), key=lambda one: sign * (one.value or 0.0)
+        (one for one in compared if one.mean is not None), key=lambda one: sign * (one.mean or 0.0)
     )
-    lines += [
-        f"  {setup.by.metric} {one.value:.6g}  {one.number}: {options[one.number]}" for one in ranked[:SHOWN]
-    ]
-    return [*lines, f"best: {sweep.run_dir(best.number)}"]
+    repeated = any(len(one.numbers) > 1 for one in compared)
+    if repeated:
+        lines.append(f"{len(compared)} settings, mean and spread over their seeds and folds:")
+    for one in ranked[:SHOWN]:
+        first = options[one.numbers[0]]
+        text = first.setting_text if repeated else first.text
+        lines.append(f"  {setup.by.metric} {_figure(one)}  {_numbers(one)}: {text}")
+    folders = [str(sweep.run_dir(number)) for number in best.numbers]
+    return [*lines, f"best: {' '.join(folders)}"]
+
+
+def _figure(one: Compared) -> str:
+    return f"{one.mean:.6g}" + ("" if one.spread is None else f" +- {one.spread:.2g}")
+
+
+def _numbers(one: Compared) -> str:
+    numbers = one.numbers
+    is_range = len(numbers) > 2 and numbers == tuple(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]} to {numbers[-1]}" if is_range else ", ".join(map(str, numbers))
+
+
+def settings_of(sweep: Sweep, setup: Setup) -> list[Compared]:
+    """How the settings compare so far."""
+    plan = setup.plan
+    return compare_settings(sweep.records(), plan.num_configurations, plan.num_rungs, plan.settings)
 
 
 def configurations_of(sweep: Sweep, setup: Setup) -> list[Any]:
@@ -244,20 +276,22 @@ def figures(sweep: Sweep, setup: Setup, dealt: Dealt) -> dict[str, Any]:
     records = sweep.records()
     found = standings(records, setup.plan.num_configurations, setup.plan.num_rungs)
     options = {one.number: dict(one.options) for one in configurations_of(sweep, setup)}
-    best = best_of(found, setup.by) if setup.by else None
+    compared = settings_of(sweep, setup)
+    best = best_of(compared, setup.by) if setup.by else None
     return {
-        "schema": 1,
+        "schema": 2,  # 1 named one run as the best
         "run_dir": str(sweep.folder),
         "plan": setup.plan.to_json(),
         "rungs_epochs": list(setup.plan.rungs),
         "metric": setup.by.metric if setup.by else None,
-        "best": best.number if best else None,
+        "best": list(best.numbers) if best else None,
         "num_samples": sum(ended.samples for ended in records.ended.values()),
         "num_attempts": len(records.claimed),
         "elapsed_s": dealt.elapsed_s,
         "busy_s": list(dealt.busy_s),
         "idle_share": dealt.idle_share,
         "exit_code": dealt.code,
+        "settings": [dataclasses.asdict(one) for one in compared],
         "configurations": [
             {
                 **one._asdict(),

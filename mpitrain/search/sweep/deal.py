@@ -5,7 +5,8 @@
                          `--its process is gone--> open again, at most MAX_DEATHS times
 
 A task is a configuration's training up to a rung; without early stopping there is one rung, the whole training. Every
-attempt at a task is claimed once, by one dealer.
+attempt at a task is claimed once, by one dealer. Configurations that differ in seed and fold alone repeat one setting:
+settings are what is compared, and all of a setting's configurations go on to a rung together.
 
 Invariants: a pure function of the records; standard library only. What has ended well is not trained again.
 """
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import random
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,6 +27,9 @@ from mpitrain.search.sweep.asha import promotable
 
 MAX_DEATHS = 3  # attempts whose process was killed, or whose node died, before a task counts as failed
 DONE, MISSED, FAILED, INTERRUPTED, DIED = "ok", "missed", "failed", "interrupted", "died"
+
+
+Settings = Sequence[Sequence[int]]  # the numbers of the configurations of each
 
 
 class Task(NamedTuple):
@@ -122,30 +128,34 @@ def all_progress(records: Records, num_configurations: int, num_rungs: int) -> l
 
 
 def next_task(
-    records: Records, num_configurations: int, num_rungs: int, by: Choice | None, reduction: int = 0
+    records: Records,
+    num_configurations: int,
+    num_rungs: int,
+    by: Choice | None,
+    reduction: int = 0,
+    settings: Settings | None = None,
 ) -> Task | Answer:
     """What a dealer that is free trains next.
 
     Args:
         by: what rungs are compared by, where there are several, and `reduction` of the rule.
+        settings: the numbers of the configurations of each; None: every configuration is one.
     """
+    settings = settings or [(number,) for number in range(num_configurations)]
     table = all_progress(records, num_configurations, num_rungs)
-    for row in reversed(table[1:]):  # what was interrupted on a higher rung has been chosen already
-        for one in row:
-            if one.status == "open" and one.task.attempt:
-                return one.task
+    begun = [{at for at, those in enumerate(settings) if _has_begun(row, those)} for row in table]
+    for rung in range(num_rungs - 1, 0, -1):  # whose setting has come to a higher rung was chosen already
+        for number in (number for at in sorted(begun[rung]) for number in settings[at]):
+            if table[rung][number].status == "open":
+                return table[rung][number].task
     if num_rungs > 1:
         assert by is not None
-        measured = [
-            {one.task.number: _value(records, one) for one in row if one.status in (DONE, MISSED, FAILED)}
-            for row in table
-        ]
-        begun = [
-            {one.task.number for one in row if one.task.attempt or one.status != "open"} for row in table
-        ]
+        measured = [_measured(records, row, settings) for row in table]
         if chosen := promotable(measured, begun, by, reduction):
-            return Task(*chosen)
-    for number in shuffled(num_configurations) if num_rungs > 1 else range(num_configurations):
+            at, rung = chosen
+            return Task(settings[at][0], rung)
+    order = shuffled(len(settings)) if num_rungs > 1 else range(len(settings))
+    for number in (number for at in order for number in settings[at]):
         if table[0][number].status == "open":
             return table[0][number].task
     may_open = records.unsure or (
@@ -154,12 +164,32 @@ def next_task(
     return Answer.WAIT if may_open else Answer.OVER
 
 
+def _has_begun(row: Sequence[Progress], numbers: Sequence[int]) -> bool:
+    """Whether any of a setting's configurations trains for a rung, or has done so."""
+    return any(row[number].task.attempt or row[number].status != "open" for number in numbers)
+
+
+def _measured(records: Records, row: Sequence[Progress], settings: Settings) -> dict[int, float | None]:
+    """What the settings have reached at a rung that all of their configurations have come to; None where one failed."""
+    return {
+        at: mean_of([_value(records, row[number]) for number in those])
+        for at, those in enumerate(settings)
+        if all(row[number].status in (DONE, MISSED, FAILED) for number in those)
+    }
+
+
+def mean_of(values: Sequence[float | None]) -> float | None:
+    """None where one of them is, or is not finite."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return statistics.fmean(known) if len(known) == len(values) else None
+
+
 @functools.lru_cache(maxsize=4)
-def shuffled(num_configurations: int) -> tuple[int, ...]:
-    """In which order configurations begin under early stopping: of a grid in its own order each may beat those before
-    it, and so most of them would go on."""
-    order = list(range(num_configurations))
-    random.Random(f"{num_configurations} configurations").shuffle(order)
+def shuffled(number: int) -> tuple[int, ...]:
+    """In which order settings begin under early stopping: of a grid in its own order each may beat those before it, and
+    so most of them would go on."""
+    order = list(range(number))
+    random.Random(f"{number} configurations").shuffle(order)
     return tuple(order)
 
 
@@ -202,10 +232,44 @@ def standings(records: Records, num_configurations: int, num_rungs: int) -> list
     return found
 
 
-def best_of(found: Sequence[Standing], by: Choice) -> Standing | None:
-    """The best configuration that has been measured; of equals the first."""
-    best: Standing | None = None
+@dataclass(frozen=True)
+class Compared:
+    """A setting beside others: the numbers of its configurations, the highest rung that all of them have been measured
+    at, and mean and spread of them there (None where one has failed, and a spread of one)."""
+
+    numbers: tuple[int, ...]
+    rung: int
+    mean: float | None
+    spread: float | None
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"configuration {self.numbers[0]}"
+
+
+def compare_settings(
+    records: Records, num_configurations: int, num_rungs: int, settings: Settings
+) -> list[Compared]:
+    """Of every setting, in order."""
+    table, found = all_progress(records, num_configurations, num_rungs), []
+    for those in settings:
+        mean, spread, rung = None, None, 0
+        failed = any(row[number].status == FAILED for row in table for number in those)
+        for rung in range(num_rungs - 1, -1, -1) if not failed else ():
+            values = [_value(records, table[rung][number]) for number in those]
+            mean = mean_of(values)
+            if mean is not None:
+                spread = statistics.stdev([value or 0.0 for value in values]) if len(values) > 1 else None
+                break
+        found.append(Compared(tuple(those), rung, mean, spread))
+    return found
+
+
+def best_of(found: Sequence[Compared], by: Choice) -> Compared | None:
+    """The best setting that has been measured; of equals the first."""
+    best: Compared | None = None
     for one in found:
-        if one.status != FAILED and by.is_better(one.value, best.value if best else None):
+        if by.is_better(one.mean, best.mean if best else None):
             best = one
     return best

@@ -7,19 +7,20 @@ of the plan, so a sweep that is started again knows them without having been tol
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import UsageError
+from mpitrain.reporting.repetitions import setting_of
 from mpitrain.search.sweep.axes import Axis
 from mpitrain.values import nearest
 
 SAMPLERS = ("grid", "random", "optuna")
 PLAN_SCHEMA = 1
-_OF_ONE_RUN = ("seed", "fold")  # what runs of one setting differ in
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,16 @@ class Configuration:
     @property
     def text(self) -> str:
         """Its options for people: "lr=0.001 batch_size=16"."""
-        return " ".join(f"{name}={value}" for name, value in self.options) or "the job as it is"
+        return _text(self.options)
+
+    @property
+    def setting_text(self) -> str:
+        """The same without seed and fold."""
+        return _text(setting_of(dict(self.options)))
+
+
+def _text(options: Iterable[tuple[str, Any]]) -> str:
+    return " ".join(f"{name}={value}" for name, value in options) or "the job as it is"
 
 
 def words_of(name: str, value: str) -> list[str]:
@@ -160,6 +170,18 @@ class Plan:
         repeats = self._repeats()
         return Configuration(index, (*setting, *repeats[index % len(repeats)]))
 
+    @functools.cached_property
+    def settings(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the configurations of each setting, which differ in seed and fold alone."""
+        configurations = self.configurations()
+        if not configurations:
+            size = self.num_repeats
+            return tuple(tuple(range(at, at + size)) for at in range(0, self.num_configurations, size))
+        found: dict[tuple[tuple[str, str], ...], list[int]] = {}
+        for one in configurations:
+            found.setdefault(setting_of(dict(one.options)), []).append(one.number)
+        return tuple(map(tuple, found.values()))
+
     @property
     def num_repeats(self) -> int:
         """Runs of each setting."""
@@ -196,8 +218,3 @@ def differing(old: Plan, new: Plan) -> str:
     return "; ".join(
         f"{key} was {before[key]!r} and is {now[key]!r}" for key in now if before[key] != now[key]
     )
-
-
-def setting_of(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Options without what runs of one setting differ in: seeds and folds."""
-    return tuple((name, value) for name, value in options.items() if name not in _OF_ONE_RUN)

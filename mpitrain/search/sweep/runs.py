@@ -6,14 +6,13 @@ outlived its sweep has finished meanwhile is taken as it is, not trained again.
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from mpitrain.errors import EXIT_ENDED_AT_ONCE, EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED
+from mpitrain.reporting.repetitions import measured
 from mpitrain.reporting.targets import Choice, read_choice
 from mpitrain.search.sweep.check import Setup
 from mpitrain.search.sweep.deal import (
@@ -24,6 +23,7 @@ from mpitrain.search.sweep.deal import (
     Answer,
     Ended,
     Task,
+    mean_of,
     next_task,
     standings,
 )
@@ -93,6 +93,7 @@ class Work:
                 self.setup.plan.num_rungs,
                 self.setup.by,
                 self.setup.reduction,
+                self.setup.plan.settings,
             )
             if isinstance(answer, Task):
                 if self.dealer.claim(answer):
@@ -128,9 +129,8 @@ class Work:
             one for one in standings(records, self.setup.plan.num_configurations, 1) if one.number in mine
         ]
         if all(one.status in (DONE, MISSED, FAILED) for one in found):
-            values = [one.value for one in found if one.value is not None]
             setting = self.sweep.proposals()[first]
-            proposer.tell(first, setting, statistics.fmean(values) if len(values) == len(found) else None)
+            proposer.tell(first, setting, mean_of([one.value for one in found]))
 
     def _check_metric(self, ended: Ended, result: Mapping[str, Any]) -> None:
         """Refuse a metric that the first run has not measured, before many more have not."""
@@ -198,16 +198,3 @@ def outcome(code: int, result: Mapping[str, Any], by: Choice | None, reason: str
         return Ended(FAILED, None, 0, 0.0, reason or str(result.get("failure") or f"exit code {code}"))
     samples = int(result.get("samples") or 0) - int(result.get("resumed_from") or 0)
     return Ended(status, None if by is None else measured(result, by), samples)
-
-
-def measured(result: Mapping[str, Any], by: Choice) -> float | None:
-    """The metric of a run: of its best model where it has kept that by this metric, else of its last one."""
-    best = result.get("best") or {}
-    value = best.get("value") if best.get("metric") == by.metric and best.get("model") else None
-    if value is None:
-        value = (result.get("metrics") or {}).get(by.metric)
-    try:
-        number = float(value) if value is not None else math.nan
-    except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None

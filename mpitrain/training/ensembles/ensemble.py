@@ -28,12 +28,14 @@ from mpitrain.training.ensembles.combine import HOWS, Ensemble, find_class_dim
 from mpitrain.training.ensembles.elsewhere import exchange_over
 from mpitrain.training.ensembles.members import choice_of, choose_members
 from mpitrain.training.fingerprint import file_digest
+from mpitrain.training.held_out import measured_of, source_of
 from mpitrain.training.measure import MODEL_FILE, pick_device, save_model
 from mpitrain.training.trained_model import FILES, load_with_job
 from mpitrain.training.validation import Measure
 from mpitrain.values import nearest
 
 if TYPE_CHECKING:
+    from mpitrain.data.read.reader import Source
     from mpitrain.mpi.runtime import Runtime
 
 WEIGHTS = ("equal", "metric")
@@ -59,6 +61,7 @@ class Ensembled(NamedTuple):
         used: names of the members that are part of it; all but for a greedy soup.
         metrics: of all of it; best: name of the best member by `by`; is_better: whether it beats that one, by metric.
         num_samples: it was measured on; passed_over: runs that were not taken, and why.
+        held_out: metrics of all of it, and of the best member, on samples that nothing was chosen by; empty without.
     """
 
     path: Path
@@ -73,6 +76,7 @@ class Ensembled(NamedTuple):
     is_better: dict[str, bool]
     num_samples: int
     passed_over: dict[str, str]
+    held_out: dict[str, dict[str, float]]
 
     def record(self) -> dict[str, Any]:
         """As JSON."""
@@ -93,6 +97,7 @@ def ensemble(
     weights: str | Sequence[float] = "equal",
     soup: str | None = None,
     data: str | Path | None = None,
+    test: str | Path | None = None,
     job: Job | str | Path | None = None,
     overwrite: bool = False,
     ranks: Ranks = ALONE,
@@ -103,8 +108,8 @@ def ensemble(
     Args:
         run_dirs: of runs, or directories that hold runs.
         out: the directory to write, which `mpitrain predict` and `mpitrain.load` read.
-        top: how many of the runs, the best by validation metric; all that are named unless given, and the best three of
-            a directory.
+        top: how many settings, the best by validation metric, each with all of its runs (of other seeds and folds);
+            all runs that are named unless given, and those of the best three settings of a directory.
         by: the metric, as `keep_best` of `Job`; by default the job's own, else that of its first target.
         which: "last", "best" or "ema", as of `mpitrain.load`.
         combine, class_dim: as of `Ensemble`; by default probabilities where the job's loss takes the model's answer for
@@ -113,6 +118,8 @@ def ensemble(
             a number for each member in the order of `run_dirs`.
         soup: "uniform" or "greedy": average the weights of the models instead of their answers.
         data: shards to measure on instead of the job's validation data.
+        test: shards that nothing is chosen by, to measure the result and its best member on once it is made; by default
+            what the first run was given, or what its job names.
         job: job, or its file, where the runs' own has moved.
         overwrite: replace `out` if it holds an ensemble.
         ranks: members are divided over them, and each computes its own.
@@ -122,7 +129,7 @@ def ensemble(
         UsageError: as `mpitrain.load`, of each member; there are fewer than two; they answer in different forms, or, of
             a soup, have different architectures; there is nothing to measure on; `out` exists.
     """
-    making = _Making(Path(out), which, job, data, by, ranks, note)
+    making = _Making(Path(out), which, job, data, test, by, ranks, note)
     attempt(ranks, lambda: _check(combine, weights, soup, which, class_dim, ranks))
     attempt(ranks, lambda: saved.check_new_directory(Path(out), overwrite) if ranks.rank == 0 else None)
     folders = [Path(one) for one in run_dirs]
@@ -163,10 +170,11 @@ class _Making:
     """The members on this rank and what is measured of them."""
 
     def __init__(
-        self, path: Path, which: str, job: Job | str | Path | None, data: str | Path | None, by: str | None,
-        ranks: Ranks, note: Note,
+        self, path: Path, which: str, job: Job | str | Path | None, data: str | Path | None, test: str | Path | None,
+        by: str | None, ranks: Ranks, note: Note,
     ):  # fmt: skip
         self.path, self.which, self.given_job, self.data, self.by_text = path, which, job, data, by
+        self.test = test
         self.ranks, self.note = ranks, note
         self.device = pick_device(ranks.local_rank)
 
@@ -199,6 +207,8 @@ class _Making:
         assert self.job.validate is not None
         validate = self.job.validate
         self.catalogue = attempt(self.ranks, validate.scan)
+        self.held_out = source_of(self.job, self.runs[0].folder, self.test)
+        attempt(self.ranks, lambda: self.held_out.scan() if self.held_out is not None else None)
 
     def is_here(self, number: int) -> bool:
         """Whether this rank computes the member."""
@@ -210,10 +220,14 @@ class _Making:
             return torch.device("cuda", number % count)
         return self.device
 
-    def measure(self, module: nn.Module, device: torch.device | None = None) -> dict[str, float]:
-        """The job's metrics of a module on this rank."""
+    def measure(
+        self, module: nn.Module, device: torch.device | None = None, source: Source | None = None
+    ) -> dict[str, float]:
+        """The job's metrics of a module on this rank; `source`: on other samples than those of the validation."""
         job = dataclasses.replace(self.job, target={})
         try:
+            if source is not None:
+                return measured_of(job, module, source, device or self.device)
             return Measure(job, module, self.catalogue, device or self.device)()
         except AttributeError as error:
             if "an ensemble has no attribute" in str(error):
@@ -271,6 +285,7 @@ class _Making:
         self.note(f"measuring the ensemble of {len(self.modules)}")
         metrics = self.measure(module)
         made = self._judged("ensemble", how, class_dim, shares, self.names, metrics, passed_over)
+        made = made._replace(held_out=self._held_out(module, made))
 
         def save() -> None:
             with saved.new_directory(self.path) as folder:
@@ -328,6 +343,7 @@ class _Making:
                 self.job, [(name, modules[name], values[name]) for name in ranked], self.by, self.measure
             )
         done = self._judged(f"{kind} soup", "weights", None, shares, used, self.measure(made), passed_over)
+        done = done._replace(held_out=self._held_out(made, done))
         with saved.new_directory(self.path) as folder:
             first = self.runs[self.names.index(used[0])].folder
             saved.write_as_run(folder, first, self._job_file(), None, {"metrics": done.metrics})
@@ -356,8 +372,21 @@ class _Making:
         return Ensembled(
             self.path, kind, how, class_dim, members, list(used), metrics, self.by.metric, best.name,
             {name: _choice(name, self.by).is_better(value, best.metrics.get(name)) for name, value in metrics.items()},
-            self.catalogue.num_samples, passed_over,
+            self.catalogue.num_samples, passed_over, {},
         )  # fmt: skip
+
+    def _held_out(self, module: nn.Module, made: Ensembled) -> dict[str, dict[str, float]]:
+        """Of the result, which all ranks compute together, and of its best member, which one rank has."""
+        if (source := self.held_out) is None:
+            return {}
+        self.note("measuring on the held-out part")
+        found = {made.kind: self.measure(module, source=source)}
+        best = self.names.index(made.best)
+        mine = self.modules[best]
+        own = {} if mine is None else {made.best: self.measure(mine, self._device_of(best), source)}
+        for part in self.ranks.allgather(own):
+            found |= part
+        return found
 
 
 def _choice(metric: str, by: Choice) -> Choice:

@@ -1,4 +1,4 @@
-"""Which runs become members: those that are named, or the best ones in a directory of runs."""
+"""Which runs become members: those that are named, or all runs of the best settings in a directory of runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ from typing import Any, NamedTuple
 
 from mpitrain.errors import EXIT_ERROR, EXIT_REQUEUE, UsageError
 from mpitrain.job import EMA_PREFIX, Job
+from mpitrain.reporting.repetitions import (
+    Measured,
+    Setting,
+    data_of,
+    options_of,
+    ranked,
+    repetition_of,
+    setting_of,
+    settings_among,
+    why_not_comparable,
+)
 from mpitrain.reporting.run_files import RunFiles, read_runs
 from mpitrain.reporting.targets import LOSS, Choice, read_choice
 from mpitrain.training.ensembles.saved import holds_ensemble
@@ -17,7 +28,7 @@ DEFAULT_TOP = 3
 
 
 class Chosen(NamedTuple):
-    """Runs, the best first where they were chosen by a metric; those that were passed over, and why."""
+    """Runs, those of the best setting first where a metric has chosen them; those that were passed over, and why."""
 
     runs: list[RunFiles]
     passed_over: dict[str, str]
@@ -28,13 +39,15 @@ def choose_members(folders: Sequence[Path], top: int | None, by: Choice | None, 
 
     Args:
         folders: of runs, or directories of runs.
-        top: how many; None: all that are named, and of directories of runs the best `DEFAULT_TOP`.
+        top: how many settings, each with all of its runs, which differ in seed and fold alone; None: all that are
+            named, and of directories of runs the best `DEFAULT_TOP`.
         by: the validation metric by which they are chosen; None: that of the first run's `best`, else its accuracy,
             else the validation loss.
         which: which of a run's models is meant, and so whose metric.
 
     Raises:
-        UsageError: there is no run, fewer than two are left, or one that is named twice or is an ensemble itself.
+        UsageError: there is no run, fewer than two are left, or one that is named twice or is an ensemble itself; they
+            would be compared by what was measured on different data.
     """
     for folder in folders:
         if holds_ensemble(folder):
@@ -53,19 +66,18 @@ def choose_members(folders: Sequence[Path], top: int | None, by: Choice | None, 
             passed_over[run.name] = why
         else:
             able.append(run)
-    if top is None:
-        top = len(able) if all_named else DEFAULT_TOP
-    if top < len(able):
-        by = by or default_choice(able[0])
-        able, without = _ranked(able, by, which)
+    chosen = able
+    if top is not None or not all_named:
+        by = by or default_choice(able[0]) if able else by
+        chosen, without = _of_best(able, by, which, top or DEFAULT_TOP) if by else ([], {})
         passed_over |= without
-    if min(top, len(able)) < 2:
+    if len(chosen) < 2:
         left = "; ".join(f"{name}: {why}" for name, why in passed_over.items())
         raise UsageError(
-            f"an ensemble has two members or more, and there is {min(top, len(able))}"
+            f"an ensemble has two members or more, and there is {len(chosen)}"
             + (f" ({left})" if left else "")
         )
-    return Chosen(able[:top], passed_over)
+    return Chosen(chosen, passed_over)
 
 
 def default_choice(run: RunFiles) -> Choice:
@@ -96,13 +108,29 @@ def _why_unable(run: RunFiles) -> str:
     return f"it has failed: {run.result.get('failure')}" if code == EXIT_ERROR else ""
 
 
-def _ranked(runs: list[RunFiles], by: Choice, which: str) -> tuple[list[RunFiles], dict[str, str]]:
-    """The best first, and those of which the metric is not known."""
-    values = {run.name: _value(run, by, which) for run in runs}
-    without = {name: f"its result has no {by.metric}" for name, value in values.items() if value is None}
-    known = [run for run in runs if run.name not in without]
-    sign = 1.0 if by.less_is_better else -1.0
-    return sorted(known, key=lambda run: (sign * float(values[run.name] or 0.0), run.name)), without
+def _of_best(runs: list[RunFiles], by: Choice, which: str, top: int) -> tuple[list[RunFiles], dict[str, str]]:
+    """All runs of the best settings, the best setting first, and those without the metric, or in whose setting a run
+    is. Where there are no more settings than asked for, nothing is chosen, and so nothing compared."""
+    measured = []
+    for run in runs:
+        options = {name: str(value) for name, value in options_of(run).items()}
+        value = _value(run, by, which)
+        measured.append(
+            Measured(run, frozenset(setting_of(options)), repetition_of(options), value, data_of(run))
+        )
+    settings = settings_among(measured)
+    without = {one.run.name: f"its result has no {by.metric}" for one in measured if one.value is None}
+    for setting in settings:
+        for run in setting.runs if setting.mean is None else ():
+            without.setdefault(run.name, f"another run of its setting has no {by.metric}")
+    known = [one for one in settings if one.mean is not None]
+    best = ranked(known, by)[:top] if len(known) > top else _in_order(known, by)
+    return [run for setting in best for run in setting.runs], without
+
+
+def _in_order(settings: Sequence[Setting[RunFiles]], by: Choice) -> list[Setting[RunFiles]]:
+    """The best first where that can be said; otherwise as they are."""
+    return list(settings) if why_not_comparable(settings) else ranked(settings, by)
 
 
 def _value(run: RunFiles, by: Choice, which: str) -> float | None:
