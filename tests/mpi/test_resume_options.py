@@ -101,6 +101,7 @@ CASES = [
     Case(
         "validate", ALL, "validate=toy.Memory()", acts=lambda run, plain: "validation_loss" in run["result"]
     ),
+    Case("test", ALL, "test=toy.Memory()", acts=lambda run, plain: bool(run["result"]["held_out"])),
     Case(
         "metrics",
         ALL,
