@@ -6,10 +6,11 @@ Invariants: whatever can be wrong with the command line is said here, once, befo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.cli.parser import did_you_mean, natural, positive, rate
 from mpitrain.errors import EXIT_OK, UsageError, printable
 from mpitrain.system.launch_variables import launched_size, usable_cores, why_no_launching
+from mpitrain.system.run_directory import is_same_start, new_attempt_id
+from mpitrain.system.run_lock import LAUNCH_LOCK_FILE, RunLock
 
 if TYPE_CHECKING:
     from mpitrain.launch.supervision import Outcome, Requests
@@ -149,6 +152,7 @@ class _Launch:
         from mpitrain.launch.discover import find_launcher
 
         self.arguments, self.num_ranks, self.requests = arguments, num_ranks, requests
+        self.attempts: list[str] = []  # the ids of its starts
         self.program = _program(words)
         self.launcher = find_launcher(arguments.mpi)
         self.trains, self.survives_deaths = words[0] == "train", arguments.ft != "none"
@@ -166,31 +170,51 @@ class _Launch:
         if self.arguments.dry_run:
             print(shell_line(*self._command(None)))
             return 0
-        with launch_folder(self.run_dir, self.local) as folder:
+        with launch_folder(self.run_dir, self.local) as folder, self._locked(folder):
 
             def once(more: list[str]) -> Outcome:
                 return self._once(folder, more)
 
             if self.trains and self.run_dir:
-                return relaunch(once, self.run_dir, self.arguments.max_restarts, self.requests)
+                return relaunch(once, self.run_dir, self.arguments.max_restarts, self.requests, self._is_ours)
             return self.requests.exit_code(once([]).code)
 
+    @contextlib.contextmanager
+    def _locked(self, folder: Path | None) -> Iterator[None]:
+        """Between two starts, too, no other launch begins in the run directory. Where nothing can be written there, the
+        ranks say so."""
+        if not self.trains or self.run_dir is None or folder is None:
+            yield
+            return
+        lock = RunLock(self.run_dir, new_attempt_id(), LAUNCH_LOCK_FILE)
+        lock.take()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _is_ours(self, attempt: str) -> bool:
+        return not self.attempts or any(is_same_start(attempt, one) for one in self.attempts)
+
     def _once(self, folder: Path | None, more: list[str]) -> Outcome:
-        from mpitrain.launch.command import completed, result_mark
+        from mpitrain.launch.command import completed, has_result, result_mark
         from mpitrain.launch.supervision import Supervisor, reported_by_ranks
         from mpitrain.launch.watch import Watch
         from mpitrain.system import rank_status
 
         arguments, run_dir = self.arguments, self.run_dir
         before = result_mark(run_dir) if run_dir else None
-        watch = None
+        watch, attempt = None, ""
         if folder:
-            rank_status.open_folder(folder, rank_status.beat_s(self.num_ranks, arguments.host_timeout_s))
+            attempt = new_attempt_id() if self.trains else ""  # a script may train several times
+            self.attempts += [attempt] if attempt else []
+            beat_s = rank_status.beat_s(self.num_ranks, arguments.host_timeout_s)
+            rank_status.open_folder(folder, beat_s, attempt)
             owed = rank_status.READY if self.trains else rank_status.STARTED
             watch = Watch(self.num_ranks, owed, arguments.start_timeout_s, arguments.host_timeout_s)
 
         def finished() -> bool:
-            return self.trains and run_dir is not None and result_mark(run_dir) not in (None, before)
+            return self.trains and run_dir is not None and has_result(run_dir, before, attempt)
 
         supervisor = Supervisor(
             self.launcher.flavour, self.requests, folder, watch, finished, self.trains, self.survives_deaths,
@@ -200,12 +224,16 @@ class _Launch:
         outcome = supervisor.run([*command, *more], env)
         if outcome.reason:
             print(f"mpitrain: {outcome.reason}: ended", file=sys.stderr, flush=True)
-        ended_here = self.requests.abort or ((outcome.reason or outcome.final) and outcome.code)
-        # Open MPI's mpirun ends with 0 when it has lost a host: only a result proves that a run came to its end
+        # A complete result says how a run has ended, whatever its launcher or a rank met after it. And Open MPI's
+        # mpirun ends with 0 when it has lost a host: only a result proves that a run came to its end.
+        complete = finished()
+        ended_here = (outcome.reason or outcome.final) and outcome.code
         doubtful = self.survives_deaths or bool(outcome.reason) or (self.trains and outcome.code == EXIT_OK)
-        if run_dir and not ended_here and doubtful:
-            code = completed(run_dir, before, outcome.code, promised=self.trains)
+        if run_dir and not self.requests.abort and (complete or (doubtful and not ended_here)):
+            code = completed(run_dir, before, outcome.code, self.trains, attempt)
             outcome = replace(outcome, code=code)
+            if complete:
+                return outcome
         return reported_by_ranks(folder, outcome)
 
     def _command(self, folder: Path | None) -> tuple[list[str], dict[str, str]]:

@@ -27,7 +27,7 @@ from mpitrain.errors import (
 from mpitrain.launch.discover import Launcher, own_python
 from mpitrain.launch.supervision import Outcome, Requests
 from mpitrain.system.launch_variables import allocated_hosts, launched_nodes
-from mpitrain.system.run_directory import NO_PROGRESS, progress, read_json, why_no_room
+from mpitrain.system.run_directory import NO_PROGRESS, is_same_start, progress, read_json, why_no_room
 
 # Any of these among the launcher's own arguments means that ranks may run on other hosts.
 _HOST_OPTIONS = (
@@ -248,17 +248,27 @@ def result_mark(run_dir: Path) -> tuple[int, int] | None:
     return found.st_ino, found.st_mtime_ns
 
 
-def completed(run_dir: Path, before: tuple[int, int] | None, code: int, promised: bool = True) -> int:
-    """The exit code of a run that may lose ranks: 0 only with a new `result.json` that says ok (mpirun's own says
-    nothing under ULFM, srun's is that of a dead rank).
+def has_result(run_dir: Path, before: tuple[int, int] | None, attempt: str = "") -> bool:
+    """Whether a result is there that is newer than `before` (`result_mark`), and, where `attempt` is given, of that
+    start and no other job's."""
+    if result_mark(run_dir) in (None, before):
+        return False
+    return not attempt or is_same_start((read_json(run_dir / "result.json") or {}).get("attempt"), attempt)
+
+
+def completed(
+    run_dir: Path, before: tuple[int, int] | None, code: int, promised: bool = True, attempt: str = ""
+) -> int:
+    """The exit code of a run by its result; 0 only with a new `result.json` that says ok (mpirun's own says nothing
+    under ULFM, srun's is that of a dead rank, and a rank may die when all is done).
 
     Args:
-        before: `result_mark` from before the launch.
+        before, attempt: see `has_result`.
         code: what the launcher returned; kept for a failed run if it is not 0.
         promised: whether the program always leaves a result; a script with a loop of its own need not.
     """
     path = run_dir / "result.json"
-    if result_mark(run_dir) in (None, before):
+    if not has_result(run_dir, before, attempt):
         if promised:
             print(f"mpitrain: error: the run left no new {path}: it did not come to its end", file=sys.stderr)
             return code or EXIT_ERROR
@@ -285,17 +295,21 @@ _FINAL = (
 
 
 def relaunch(
-    once: Callable[[list[str]], Outcome], run_dir: Path, max_restarts: int, requests: Requests
+    once: Callable[[list[str]], Outcome],
+    run_dir: Path,
+    max_restarts: int,
+    requests: Requests,
+    is_ours: Callable[[str], bool] = lambda attempt: True,
 ) -> int:
     """Run `once([])`, and `once(["--resume", "auto"])` after each failure that left another newest checkpoint than was
     there before, and room for one more; returns the last exit code. A start in which a rank has died before the first
     step is tried once more as it was. Nothing is started again once a signal has asked for an end: a run that would
-    have been is then one to run again."""
+    have been is then one to run again. `is_ours`: whether a start of this id is one of this launch."""
     before, words, tried = progress(run_dir), list[str](), False
     outcome = once(words)
     for number in range(1, max_restarts + 1):
         newest = progress(run_dir)
-        gets_on = newest not in (before, NO_PROGRESS)
+        gets_on = newest not in (before, NO_PROGRESS) and is_ours(newest.attempt)
         if outcome.final or outcome.code in _FINAL or not (gets_on or outcome.early):
             break
         if tried and not gets_on:

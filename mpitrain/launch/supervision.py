@@ -202,7 +202,7 @@ class Supervisor:
         self._kill_left_behind()
 
     def _watch_over(self, child: subprocess.Popen[bytes]) -> Outcome:
-        asked_s = result_s = left_s = None
+        asked_s = result_s = left_s = stood = None
         look_s = 0.0
         heard = handed_on = quits = 0
         while (code := _ended(child)) is None:
@@ -239,6 +239,9 @@ class Supervisor:
                 return replace(outcome, early=self.trains and self.watch.died)
             if result_s is None and self.finished():
                 result_s = now_s
+            if (result_s is not None or left_s is not None) and (standing := self._standing()) != stood:
+                # ranks that still get on are waited for: on a busy machine it takes a process long to end
+                stood, result_s, left_s = standing, result_s and now_s, left_s and now_s
             if result_s is not None and now_s - result_s > RESULT_GRACE_S:
                 reason = f"{RESULT_GRACE_S:g} s after a complete result its launcher had not ended"
                 return self._end(child, 0, reason, True)
@@ -270,6 +273,10 @@ class Supervisor:
             rank_status.request_stacks(self.folder, self.stacks)
             told = f"the ranks write their stacks {f'to {self.stacks}' if self.stacks else 'here'}, and go on"
         print(f"mpitrain: {told}", file=sys.stderr, flush=True)
+
+    def _standing(self) -> list[tuple[int, str, bool]]:
+        """How far the ranks' ends have come: their states, and whose process is gone."""
+        return [(rank, one.state, is_gone(one.process)) for rank, one in sorted(self._statuses.items())]
 
     def _num_ranks(self) -> int:
         return self.watch.num_ranks if self.watch else 0

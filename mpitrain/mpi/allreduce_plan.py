@@ -56,9 +56,12 @@ def pinned() -> str | None:
     return setting
 
 
-def library_settings() -> dict[str, str]:
-    """What the environment tells the MPI library of its collectives."""
-    return {name: os.environ[name] for name in sorted(os.environ) if _LIBRARY_VARIABLES.match(name)}
+def library_settings(library: str) -> dict[str, str]:
+    """What the environment tells this MPI library of its collectives; those of MPICH and its kin, which are set for
+    whatever is loaded (`bindings.py`), tell Open MPI nothing."""
+    others = ("MPIR_", "MPICH_", "I_MPI_") if "Open MPI" in library else ()
+    names = (name for name in sorted(os.environ) if _LIBRARY_VARIABLES.match(name))
+    return {name: os.environ[name] for name in names if not name.startswith(others)}
 
 
 class Plan:
@@ -72,7 +75,7 @@ class Plan:
 
     def __init__(self, nodes: Sequence[int], library: str = ""):
         self._nodes = nodes
-        self._library = {"version": library, "settings": library_settings()}
+        self._library = {"version": library, "settings": library_settings(library)}
         self._before: str | None = None  # the setting of the run that this one resumes
         self._measured: list[list[Any]] = []  # [ranks by node, latency_s, bytes_per_s]
 

@@ -1,6 +1,6 @@
 """The messages between a rank and its `mpitrain launch`, in a folder that both see.
 
-    FOLDER/launch.json      how often a rank has to report that it lives
+    FOLDER/launch.json      how often a rank has to report that it lives, and the id of the start
     FOLDER/rank-3.json      who rank 3 is, how far its start-up has come, its last beat and progress
     FOLDER/requests/stop    the launch asks all ranks to write a checkpoint and to end
     FOLDER/requests/stacks-1    for the first time, for the stacks of their threads; it holds the folder for them
@@ -87,7 +87,9 @@ class Reporter:
             -1,
         )  # (waits, progress, step)
         self._lock = threading.Lock()
-        self._beat_s = float(_read(folder / "launch.json").get("beat_s", 10.0))
+        told = _read(folder / "launch.json")
+        self._beat_s = float(told.get("beat_s", 10.0))
+        self.attempt = str(told.get("attempt", ""))
         self._pid = os.getpid()
 
     def start(self) -> None:
@@ -159,6 +161,14 @@ def know_dead(ranks: list[int]) -> None:
         _reporter.reach(_reporter.status.state, _reporter.status.code)
 
 
+def take_attempt() -> str:
+    """The id that the launch has given this start, once: a later run of this process is another one. Empty without."""
+    if _reporter is None:
+        return ""
+    attempt, _reporter.attempt = _reporter.attempt, ""
+    return attempt
+
+
 def note_asked() -> None:
     """Report to the launch, soon, that a signal has asked this rank to end."""
     if _reporter is not None:
@@ -201,11 +211,12 @@ def is_writable(folder: Path) -> bool:
     return True
 
 
-def open_folder(folder: Path, beat_s: float) -> None:
-    """An empty folder for the ranks of one start."""
+def open_folder(folder: Path, beat_s: float, attempt: str = "") -> None:
+    """An empty folder for the ranks of one start, whose id is `attempt`."""
     remove_folder(folder)
     (folder / "requests").mkdir(mode=0o700, parents=True, exist_ok=True)
-    (folder / "launch.json").write_text(json.dumps({"beat_s": beat_s, "process": identity()}))
+    facts = {"beat_s": beat_s, "process": identity(), "attempt": attempt}
+    (folder / "launch.json").write_text(json.dumps(facts))
 
 
 def launched_by(folder: Path) -> str:

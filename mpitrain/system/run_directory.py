@@ -65,7 +65,12 @@ class Identity(NamedTuple):
 
     def is_same_start(self, attempt: str) -> bool:
         """Whether `attempt` is of this start, whatever it has lost."""
-        return attempt.partition(".")[0] == self.attempt.partition(".")[0]
+        return is_same_start(attempt, self.attempt)
+
+
+def is_same_start(attempt: Any, other: str) -> bool:
+    """Whether both are of one start, whatever it has lost."""
+    return isinstance(attempt, str) and attempt.partition(".")[0] == other.partition(".")[0]
 
 
 def new_run_id() -> str:

@@ -1,4 +1,5 @@
-"""One job at a time in a run directory: `RUN_DIR/lock` says which process of which host holds it.
+"""One job at a time in a run directory: `RUN_DIR/lock` says which process of which host holds it, and
+`RUN_DIR/launch-lock` which `mpitrain launch`.
 
 Invariants: standard library only, and no lock of the file system, which parallel ones may lack: the file is made where
 there is none (O_EXCL), holds host, process and Slurm job, and is touched every few seconds while its holder lives. A
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 from mpitrain.errors import OutputError, UsageError
 from mpitrain.system.run_directory import read_bounded
 
-LOCK_FILE = "lock"
+LOCK_FILE, LAUNCH_LOCK_FILE = "lock", "launch-lock"
 REFRESH_S = 5.0
 QUIET_S = 30.0  # so long a holder on another host may be slow
 _LOOK_EVERY_S = 0.1
@@ -42,10 +43,11 @@ class RunLock:
 
     Args:
         run_dir: of the run; attempt: id of the start, which its other ranks know too.
+        name: of the file; a launch has one of its own, from before its ranks start until it has ended.
     """
 
-    def __init__(self, run_dir: Path, attempt: str):
-        self.path, self.attempt = run_dir / LOCK_FILE, attempt
+    def __init__(self, run_dir: Path, attempt: str, name: str = LOCK_FILE):
+        self.path, self.attempt = run_dir / name, attempt
         self._over = threading.Event()
         self._turn = threading.Lock()  # what is given up is not made again
         self._pid = os.getpid()
@@ -124,7 +126,7 @@ class RunLock:
 
     def _remove(self, seen: _Seen) -> None:
         """Take away the lock of a job that has ended, and no other: one at a time looks once more and removes it."""
-        removing = self.path.with_name(f".{LOCK_FILE}.removing")
+        removing = self.path.with_name(f".{self.path.name}.removing")
         try:
             os.close(os.open(removing, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         except FileExistsError:

@@ -4,6 +4,7 @@ MPI or (`--threads`) in one process.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,7 @@ def train_command(
     runtime.exit_code = code
     runtime.finish()
     signals.ignore()
+    gc.freeze()  # a walk through torch's million objects is most of a rank's exit, on cores that all ranks share
     return code
 
 

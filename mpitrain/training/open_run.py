@@ -18,11 +18,13 @@ from mpitrain.checkpoint.parts import FOLDER, UnfinishedError, listed, position_
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.job import Job, Overrides
 from mpitrain.reporting.report import default_run_dir
+from mpitrain.system import rank_status
 from mpitrain.system.folders import make_private
 from mpitrain.system.run_directory import (
     RUN_FILE,
     Identity,
     adopt,
+    is_id,
     make_room,
     new_attempt_id,
     new_run_id,
@@ -66,7 +68,7 @@ def open_run(runtime: Ranks, job: Job, overrides: Overrides) -> Opened:
     source = None
     if overrides.resume is not None:
         source = run_dir if overrides.resume == "auto" else Path(overrides.resume)
-    attempt_id = runtime.broadcast(new_attempt_id())
+    attempt_id = runtime.broadcast(_attempt_of_launch() or new_attempt_id() if runtime.rank == 0 else None)
     lock = RunLock(run_dir, attempt_id) if runtime.rank == 0 else None
     attempt(runtime, lambda: lock.take() if lock else None)
     try:
@@ -78,6 +80,11 @@ def open_run(runtime: Ranks, job: Job, overrides: Overrides) -> Opened:
             lock.release()
         raise
     return Opened(run_dir, found, identity, tuple(events), lock, leg)
+
+
+def _attempt_of_launch() -> str:
+    attempt = rank_status.take_attempt()
+    return attempt if is_id(attempt) else ""
 
 
 def _last_leg(source: Path) -> int:

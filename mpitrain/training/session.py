@@ -409,6 +409,7 @@ def result_of(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any
         "leg": session.leg,
         "run_dir": str(session.run_dir),
         "run": session.identity.run,
+        "attempt": session.identity.attempt,
         "ended_early": early,
         "resumed_from": resume.checkpoint_at if resume else None,
         "resumed_run": resume.identity.run if resume else None,
