@@ -41,7 +41,7 @@ FLOORS: tuple[dict[str, set[str]], ...] = (
     },
     {
         "model": {"torch"},
-        "checkpoint": {"torch", "safetensors"},
+        "checkpoint": {"torch", "safetensors", "numpy"},
         "reporting": {"torch", "matplotlib", "mlflow", "wandb"},
         "doctor": {"torch", "numpy", "h5py"},
     },
@@ -81,6 +81,8 @@ WORLDLY = {
     "select",
 }
 UNWORLDLY_PLACES = {"strategies", "roles", "effects", "messages", "inject", "codecs", "values", "errors"}
+# The one file that starts threads: it hands what goes wrong in them to the run.
+STARTS_THREADS = "system/background.py"
 # What turns bytes into running code, however it is spelt.
 UNPICKLERS = {
     "pickle",
@@ -126,6 +128,9 @@ def find_breaches(relative: str, source: str) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             found.append(f"{node.lineno}: bare except")
+        starts_thread = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Thread")
+        if starts_thread and relative != STARTS_THREADS:
+            found.append(f"{node.lineno}: a thread that fails alone; use system/background.py")
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > MAX_FUNCTION_LINES:

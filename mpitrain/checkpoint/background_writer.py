@@ -1,12 +1,14 @@
 """This rank's part of every checkpoint: when it is due, and its writing in the background.
 
 Invariants: the role hands over a state of its own (tensors copied), one writer thread brings it to disk, and at
-most one is under way: a second waits for it. A failed write warns, is counted and leaves the checkpoints before it
-alone; only the third in a row ends the run.
+most one is under way: a second waits for it. A write that fails, in whatever way, warns, is counted and leaves the
+checkpoints before it alone; only the third in a row ends the run. What no checkpoint can hold is refused before the
+first step, and once more after the first update, when optimizers have a state.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.checkpoint.parts import corrupt_part, folder_of, prune, write_part
-from mpitrain.errors import CheckpointError
+from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
-from mpitrain.system.run_directory import Identity
+from mpitrain.system import background
+from mpitrain.system.run_directory import MAX_RECORD_BYTES, Identity
 
 MAX_FAILURES = 3
 
@@ -64,6 +67,7 @@ class CheckpointWriter:
         self._cost_s: float | None = None
         self._last_s = time.monotonic()
         self._thread: threading.Thread | None = None
+        self._num_tried = 0
 
     def next_checkpoint_at(self, samples: int) -> int:
         """Accepted samples at which to write next, 0 while nothing is due; the dealing server asks."""
@@ -76,6 +80,32 @@ class CheckpointWriter:
         busy = self._thread is not None and self._thread.is_alive()
         return not busy and time.monotonic() - self._last_s >= self.policy.interval_s(self._cost_s)
 
+    def try_out(self, role_state: Callable[[], dict[str, Any]]) -> None:
+        """Before the first step, and at the first call after an update: look whether a checkpoint can hold the state.
+        Nothing is written, and later calls do nothing.
+
+        Raises:
+            UsageError: it cannot; names the place.
+        """
+        if self._num_tried >= 2:
+            return
+        self._num_tried += 1
+        from mpitrain.checkpoint.state_tree import structure_of
+
+        try:
+            structure = structure_of({"role": role_state(), **self._more()})
+            num_bytes = len(json.dumps([structure, self.about]))
+        except TypeError as error:
+            raise UsageError(
+                f"{self.part}: {error}, so no checkpoint of this run could be written: keep it out of the state, or as "
+                "numbers, texts, lists, dicts and tensors"
+            ) from error
+        if num_bytes > MAX_RECORD_BYTES:
+            raise UsageError(
+                f"{self.part}: beside its tensors the state has {num_bytes} bytes of numbers and texts, and a "
+                f"checkpoint holds {MAX_RECORD_BYTES}: make them tensors"
+            )
+
     def save(self, checkpoint_at: int, role_state: dict[str, Any], parts: Sequence[str] = ()) -> None:
         """Take over the state and start writing; waits only for the writing before."""
         began_s = time.monotonic()
@@ -85,10 +115,7 @@ class CheckpointWriter:
         self.wait_s += waited_s - began_s
         self.copy_s += time.monotonic() - waited_s
         self._last_s = time.monotonic()
-        self._thread = threading.Thread(
-            target=self._write, args=(checkpoint_at, state, tuple(parts)), daemon=True
-        )
-        self._thread.start()
+        self._thread = background.start("checkpoint", self._write, checkpoint_at, state, tuple(parts))
 
     def write_now(self, checkpoint_at: int, state: dict[str, Any], parts: Sequence[str] = ()) -> None:
         """Write this part of a checkpoint in the calling thread, which need not be the role's: `state` is all of it.
@@ -110,14 +137,14 @@ class CheckpointWriter:
             self.num_bytes += write_part(folder, self.part, state, self.identity, parts, self.about, full)
             if ("corrupt_file", number) in self._faults:
                 corrupt_part(folder, self.part)
-            self.num_written += 1
-            self._failures, self.unwritten = 0, ""
             if parts:  # the first part knows what is complete
                 self._on_written(folder, parts)
                 prune(self.run_dir, self.keep, checkpoint_at, self.identity)
-        except CheckpointError as error:
+            self.num_written += 1
+            self._failures, self.unwritten = 0, ""
+        except Exception as error:  # a state, a file system or a reader of checkpoints can raise anything
             self.num_failed, self._failures = self.num_failed + 1, self._failures + 1
-            self.unwritten = str(error)
+            self.unwritten = _reason(folder / self.part, error)
             self._warn(self.unwritten)
         took_s = time.monotonic() - began_s
         self.write_s += took_s
@@ -134,8 +161,8 @@ class CheckpointWriter:
             self._thread = None
         if self._failures >= MAX_FAILURES:
             raise CheckpointError(
-                f"{self._failures} checkpoints in a row could not be written to {self.run_dir}; free space or choose "
-                "another --run-dir, then --resume auto"
+                f"{self._failures} checkpoints in a row could not be written to {self.run_dir} ({self.unwritten}); "
+                "free space or choose another --run-dir, then --resume auto"
             )
 
     def summary(self) -> dict[str, Any]:
@@ -148,3 +175,10 @@ class CheckpointWriter:
             "write_s": self.write_s,
             "wait_s": self.wait_s,
         }
+
+
+def _reason(part: Path, error: Exception) -> str:
+    """Why a part was not written."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"cannot write checkpoint part {part}: {type(error).__name__}: {error}"

@@ -23,6 +23,7 @@ _KINDS = {
     "U64": "uint64",
 }  # fmt: skip
 _NAMES = {getattr(torch, name): kind for kind, name in _KINDS.items() if hasattr(torch, name)}
+DTYPES = frozenset(_NAMES)  # that a file can hold
 _ORDER = {kind: number for number, kind in enumerate(_KINDS)}
 
 

@@ -12,7 +12,6 @@ import fcntl
 import importlib
 import os
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from mpitrain.doctor.checks import Asked, Check, Seen, Unfit, Wanted, directory
 from mpitrain.doctor.gpus import check_devices, check_gpu_health
 from mpitrain.doctor.limits import check_limits, check_memory, check_quota
 from mpitrain.doctor.speed import check_speed
+from mpitrain.system import background
 
 DEADLINE_S = 30.0
 IMPORTS_DEADLINE_S = 240.0  # below the five minutes that a template gives the whole step
@@ -61,9 +61,7 @@ def _within(deadline_s: float, name: str, check: Asked, wanted: Wanted) -> Check
             detail = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"
             outcome = Check(name, False, detail)
 
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(deadline_s)
+    background.start(f"check-{name}", ask).join(deadline_s)
     return outcome
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import select
 import subprocess
-import threading
 import time
 from collections.abc import Mapping, Sequence
+
+from mpitrain.system import background
 
 _LOOK_S = 0.5
 
@@ -35,7 +36,7 @@ def start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[by
         list(command), env=dict(env), start_new_session=True, stdin=subprocess.PIPE if typed else None
     )
     if typed:
-        threading.Thread(target=_hand_on, args=(child,), name="mpitrain-typed", daemon=True).start()
+        background.start("typed", _hand_on, child)
     return child
 
 

@@ -140,6 +140,7 @@ class Peer:
     def _look(self, checkpoints: PeerCheckpoints, turn: Turn, met: bool) -> Answers:
         """Write a checkpoint where one is due. All peers write after the same step, and a synchronous one has then
         taken in all that was sent before it; asynchronous ones write when they have met."""
+        checkpoints.try_out(self.state)
         if checkpoints.agrees_after(turn.step, met):
             checkpoints.take((yield from self._agree(checkpoints, turn)))
         if checkpoints.is_due(turn.samples_before + turn.num_samples, met):

@@ -7,6 +7,7 @@ about twice a second, or, where peers do not wait for one another, at their meet
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mpitrain.messages import Agreed
@@ -64,6 +65,10 @@ class PeerCheckpoints:
             self._now, self._due_samples = False, samples
             self.cadence.go_on_from(samples)
         return due
+
+    def try_out(self, state: Callable[[], dict[str, Any]]) -> None:
+        """A step has been taken."""
+        self.writer.try_out(state)
 
     def save(self, state: dict[str, Any]) -> None:
         """Write this peer's part."""

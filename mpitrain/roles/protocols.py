@@ -5,7 +5,7 @@ Invariants: protocols only. Whoever implements them knows torch; the roles do no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from mpitrain.messages import Lease, Payload
@@ -156,6 +156,9 @@ class CheckpointWriter(Protocol):
 
     def asked(self) -> bool:
         """Whether this process has been asked to end."""
+
+    def try_out(self, role_state: Callable[[], dict[str, Any]]) -> None:
+        """Refuse what no checkpoint can hold; called at the start, and after every update."""
 
     def save(self, checkpoint_at: int, role_state: dict[str, Any], parts: list[str] | tuple[()]) -> None:
         """Write in the background; `parts`: names of all that make the checkpoint complete (the first part knows)."""

@@ -336,6 +336,8 @@ class Worker:
         if self._reduction is not None:
             yield AllReduce(self._reduction)
             self._reduction = None
+        if self.step and self.writer is not None:
+            self.writer.try_out(self.state)
         if self._part_of and self.writer is not None:
             writer, checkpoint_at, self._part_of = self.writer, self._part_of, 0
             yield Compute(lambda: self._keep(writer, checkpoint_at), "checkpoint")

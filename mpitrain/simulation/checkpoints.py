@@ -178,6 +178,9 @@ class VirtualWriter:
             return 0.0
         return self._waits_s() + self._copy_s
 
+    def try_out(self, role_state: Callable[[], dict[str, Any]]) -> None:
+        """Nothing is written."""
+
     def save(self, checkpoint_at: int, role_state: dict[str, Any], parts: Sequence[str]) -> None:
         """The copy is made from now on, and written after that."""
         now_s, waits_s = self.checkpoints.world.now_s, self._waits_s()

@@ -18,6 +18,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model.clipping import Clipping
 from mpitrain.model.codec_registry import make_encoder
 from mpitrain.model.flat import all_finite
+from mpitrain.system import background
 
 Gradient = list[torch.Tensor | None]
 
@@ -162,9 +163,7 @@ class CodecsInOneProcess:
                 failures.append(error)
                 all_asked.abort()
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
+        threads = [background.start(f"codec-{rank}", work, rank) for rank in range(self.size)]
         for thread in threads:
             thread.join()
         for error in failures:

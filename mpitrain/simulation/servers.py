@@ -41,6 +41,7 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign_workers
+from mpitrain.system import background
 from mpitrain.system.interrupts import interruptible
 from mpitrain.training.averaged_model import join
 from mpitrain.training.job_file import load_job
@@ -82,6 +83,7 @@ def simulate(
     return simulate_job(apply_overrides(job, options), options, workers, compute, network, costs)
 
 
+@background.failures_raised()
 def simulate_job(
     job: Job,
     options: Overrides,
@@ -105,6 +107,7 @@ def simulate_job(
     return _Simulation(job, options, num_workers, compute, network, costs=costs).simulate()
 
 
+@background.failures_raised()
 def simulate_again(
     run_dir: Path, options: Overrides, job: Job | None = None, path: str | None = None
 ) -> dict[str, Any]:

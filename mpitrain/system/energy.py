@@ -11,6 +11,8 @@ import contextlib
 import threading
 from pathlib import Path
 
+from mpitrain.system import background
+
 POWERCAP = Path("/sys/class/powercap")
 _EVERY_S = 30.0  # a counter of 65 kJ, the smallest, takes longer to wrap at up to 2 kW
 _COUNTED = ("package-", "dram")
@@ -33,7 +35,7 @@ class EnergyMeter:
         self._turn = threading.Lock()
         self._over = threading.Event()
         if any(value is not None for value in self._last.values()):
-            threading.Thread(target=self._watch, name="mpitrain-energy", daemon=True).start()
+            background.start("energy", self._watch)
 
     def joules(self) -> float | None:
         """Since the start; None where nothing can be read."""

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpitrain.system import stacks
+from mpitrain.system import background, stacks
 from mpitrain.system.atomic import write_whole
 from mpitrain.system.launch_variables import is_rank, launched_local_rank, launched_rank, launched_size
 from mpitrain.system.processes import identity
@@ -95,7 +95,7 @@ class Reporter:
     def start(self) -> None:
         """From here on this rank is heard of."""
         self._write()
-        threading.Thread(target=self._run, name="mpitrain-status", daemon=True).start()
+        background.start("status", self._run)
 
     def reach(self, state: str, code: int | None = None) -> None:
         """Report at once that the rank has reached `state`."""

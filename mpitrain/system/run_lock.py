@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.errors import OutputError, UsageError
+from mpitrain.system import background
 from mpitrain.system.run_directory import read_bounded
 
 LOCK_FILE, LAUNCH_LOCK_FILE = "lock", "launch-lock"
@@ -50,6 +51,9 @@ class RunLock:
         self.path, self.attempt = run_dir / name, attempt
         self._over = threading.Event()
         self._turn = threading.Lock()  # what is given up is not made again
+        self._removing: tuple[int, float] | None = (
+            None  # another's guard of a removal, and since when it is unchanged
+        )
         self._pid = os.getpid()
 
     def take(self) -> None:
@@ -77,7 +81,7 @@ class RunLock:
             else:
                 time.sleep(_LOOK_EVERY_S)
         atexit.register(self.release)
-        threading.Thread(target=self._refresh, name="mpitrain-lock", daemon=True).start()
+        background.start("lock", self._refresh)
 
     def release(self) -> None:
         """Let others have it; may be called twice, and by a process that never held it."""
@@ -131,9 +135,12 @@ class RunLock:
             os.close(os.open(removing, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         except FileExistsError:
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - removing.stat().st_mtime > QUIET_S:  # left by one that was killed at it
+                made_ns = removing.stat().st_mtime_ns
+                if self._removing is None or self._removing[0] != made_ns:
+                    self._removing = made_ns, time.monotonic()
+                if time.monotonic() - self._removing[1] > QUIET_S:  # left by one that was killed at it
                     removing.unlink()
-            time.sleep(0.01)
+            time.sleep(_LOOK_EVERY_S)
             return
         try:
             with contextlib.suppress(FileNotFoundError):

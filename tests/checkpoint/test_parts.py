@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,10 +21,10 @@ from hypothesis import strategies as st
 from mpitrain.checkpoint import newest, read_part, write_part
 from mpitrain.checkpoint.background_writer import CheckpointWriter
 from mpitrain.checkpoint.parts import OtherSchemaError, _digest, folder_of, listed, position_of, prune, verify
-from mpitrain.checkpoint.state_tree import join, split
+from mpitrain.checkpoint.state_tree import join, split, structure_of
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy, read_policy
-from mpitrain.system.run_directory import Identity, progress
+from mpitrain.system.run_directory import MAX_RECORD_BYTES, Identity, progress
 from tests.sampling import ALL_CELLS
 
 WRITER = Path(__file__).parent / "programs" / "writes_for_ever.py"
@@ -89,9 +90,50 @@ def test_tensors_of_every_dtype_come_back_to_the_bit(tmp_path):
         assert saved.dtype == given_.dtype and torch.equal(saved, given_)
 
 
+def test_what_numpy_and_torch_call_numbers_comes_back_with_its_type():
+    scalars = [
+        np.float32(0.1),
+        np.float64("nan"),
+        np.int64(-(2**62)),
+        np.bool_(True),
+        np.float16(1),
+        np.complex64(2j),
+    ]
+    tree = {
+        "scalars": scalars, "array": np.arange(6.0).reshape(2, 3), "types": [torch.bfloat16, np.dtype("int8")],
+        "device": torch.device("cuda:1"), "complex": 1 + 2j, np.int64(3): "a key",
+    }  # fmt: skip
+    structure, tensors = split(tree)
+    back = join(json.loads(json.dumps(structure)), tensors)
+    array = back.pop("array")
+    assert array.dtype == np.float64 and (array == tree.pop("array")).all()
+    assert str(back) == str(tree) and [type(one) for one in back["scalars"]] == [type(one) for one in scalars]
+    assert [type(key) for key in back] == [type(key) for key in tree] and type(back["types"][1]) is np.dtype(
+        "int8"
+    ).__class__
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {"__dtype__": "load"}, {"__dtype__": 3}, {"__device__": []}, {"__numpy__": ["float32"]},
+        {"__numpy__": ["object", 1]}, {"__numpy_dtype__": "O"}, {"__complex__": [1]}, {"__float__": True},
+        {"__tuple__": "ab"}, {"__pairs__": ["ab"]}, {"__tensor__": "0", "more": 1}, {"__unknown__": 1},
+        {"__tensor__": ["0"]}, {"__array__": {}},
+    ],
+)  # fmt: skip
+def test_a_structure_that_nobody_has_made_is_refused(structure):
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        join({"a": [structure]}, {"0": torch.zeros(1)})
+
+
 def test_what_cannot_be_held_is_named():
-    with pytest.raises(TypeError, match="state/a/1: a checkpoint cannot hold a complex"):
-        split({"a": [1, 2j]})
+    with pytest.raises(TypeError, match="state/a/1: a checkpoint cannot hold a set"):
+        split({"a": [1, {2}]})
+    with pytest.raises(TypeError, match="state/a: a checkpoint cannot hold a NumPy array of object"):
+        structure_of({"a": np.array([None])})
+    with pytest.raises(TypeError, match="state/a: a checkpoint holds plain tensors only"):
+        structure_of({"a": torch.eye(2).to_sparse()})
     with pytest.raises(TypeError, match="state/a, a key: a checkpoint cannot hold a frozenset"):
         split({"a": {frozenset(): 1}})
     with pytest.raises(TypeError, match="a number of 20001 bits"):
@@ -334,6 +376,44 @@ def test_a_full_disk_leaves_the_one_before_and_says_so(tmp_path):
     assert len(said) == 3 and os.strerror(errno.EFBIG) in said[0] and "untouched" in said[0]
     assert newest(tmp_path).checkpoint_at == 100
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("breaks", ["state", "reader"])
+def test_a_write_that_fails_in_any_way_is_told_and_the_third_ends_the_run(tmp_path, breaks):
+    def reader(folder, parts):
+        raise RuntimeError("no room for the best model")
+
+    said = []
+    state = {"user": {"a set"}} if breaks == "state" else {}
+    more = {} if breaks == "state" else {"on_written": reader}
+    writer = CheckpointWriter(tmp_path, "shard-0", OURS, CheckpointPolicy(), warn=said.append, **more)
+    for mark in (100, 200):
+        writer.save(mark, state, ("shard-0",))
+        writer.wait()
+    assert writer.summary()["num_failed"] == 2 and writer.unwritten == said[1]
+    writer.save(300, state, ("shard-0",))
+    with pytest.raises(
+        CheckpointError, match="3 checkpoints in a row.*(cannot hold a set|no room for the best)"
+    ):
+        writer.wait()
+
+
+def test_a_dry_run_looks_at_the_start_and_after_an_update_and_writes_nothing(tmp_path):
+    extra = {}
+    writer = CheckpointWriter(
+        tmp_path, "own-2", OURS, CheckpointPolicy(), about={"a": 1}, more=lambda: {"store": extra}
+    )
+    writer.try_out(dict)
+    extra["seen"] = {1}
+    with pytest.raises(
+        UsageError, match="own-2: state/store/seen: a checkpoint cannot hold a set.*keep it out"
+    ):
+        writer.try_out(dict)
+    writer.try_out(dict)  # later states are not looked at
+    huge = {"text": "x" * (MAX_RECORD_BYTES + 1)}
+    with pytest.raises(UsageError, match="bytes of numbers and texts"):
+        CheckpointWriter(tmp_path, "own-2", OURS, CheckpointPolicy()).try_out(lambda: huge)
+    assert not list(tmp_path.iterdir())
 
 
 class Bomb:

@@ -143,6 +143,21 @@ def test_of_many_that_come_at_once_one_gets_it(tmp_path, stale):
         assert sorted(numbers)[:3] == [-1] * 3 and max(numbers) >= 0
 
 
+def test_the_guard_of_a_removal_is_taken_away_when_it_was_quiet_by_our_own_clock(tmp_path, monkeypatch):
+    """Another host makes it right now, and its file server's clock is behind ours."""
+    left(tmp_path, host="elsewhere", pid=4711)
+    guard = tmp_path / f".{LOCK_FILE}.removing"
+    guard.touch()
+    os.utime(guard, (1, 1))
+    lock = RunLock(tmp_path, "ours")
+    seen = lock._look()
+    lock._remove(seen)
+    assert guard.exists()
+    monkeypatch.setattr(run_lock, "QUIET_S", 0.0)
+    lock._remove(seen)
+    assert not guard.exists()
+
+
 def test_a_holder_keeps_it_fresh_makes_it_again_and_learns_when_it_was_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "REFRESH_S", 0.0)
     lock = RunLock(tmp_path, "ours")

@@ -9,7 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 import mpitrain as mt
-from mpitrain.errors import AgreedError, InjectedError, UsageError
+from mpitrain.checkpoint import background_writer
+from mpitrain.data.read import prefetch
+from mpitrain.errors import AgreedError, CheckpointError, InjectedError, OutputError, UsageError
+from mpitrain.system import background, run_lock
 from mpitrain.training.in_threads import run as in_threads
 from mpitrain.training.watchdog.watchdog import StalledError
 from mpitrain.values import parse
@@ -98,6 +101,94 @@ def test_an_exception_names_its_replica_and_ends_the_others(text, tmp_path):
     assert record["type"] == "ArithmeticError" and "my own mistake" in record["traceback"]
     toy_run = train(toy.make_job(epochs=1), text, 2, tmp_path / "run")  # the process can train again
     assert toy_run["status"] == "ok"
+
+
+class SgdWithSet(torch.optim.SGD):
+    """An optimizer with a state that no checkpoint can hold, from its first step on."""
+
+    def state_dict(self):
+        found = super().state_dict()
+        if self.seen_after == 0 or self.state:
+            found["param_groups"][0]["seen"] = {1, 2}
+        return found
+
+
+@pytest.mark.parametrize("seen_after", [0, 1])
+@pytest.mark.parametrize(
+    "text", ["allreduce()", "localsgd(period=2)", "decentralized()", 'async(optimizer="worker")']
+)
+def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step_or_after_it(
+    text, seen_after, tmp_path
+):
+    def optimizer(parameters):
+        made = SgdWithSet(parameters, lr=0.1, momentum=0.9)
+        made.seen_after = seen_after
+        return made
+
+    steps = []
+
+    def loss(model, batch):
+        steps.append(1)
+        return toy.square_loss(model, batch)
+
+    with pytest.raises((AgreedError, UsageError)) as raised:
+        train(toy.make_job(loss=loss, optimizer=optimizer, epochs=3, batch_size=4), text, 2, tmp_path / "run")
+    assert raised.value.exit_code == 2 and (not steps if seen_after == 0 else 1 <= len(steps) <= 6)
+    assert seen_after == 0 or "seen: a checkpoint cannot hold a set" in str(raised.value)
+    assert no_thread_left()
+
+
+def test_a_failed_background_write_is_told_and_the_third_ends_the_run(tmp_path, monkeypatch, capfd):
+    def write(*arguments):
+        raise RuntimeError("my file system")
+
+    monkeypatch.setattr(background_writer, "write_part", write)
+    job = toy.make_job(epochs=8, batch_size=4, checkpoint_every="16 samples")
+    with pytest.raises(CheckpointError, match="3 checkpoints in a row.*my file system"):
+        train(job, "async()", 2, tmp_path / "run")
+    assert capfd.readouterr().out.count("RuntimeError: my file system") >= 3 and no_thread_left()
+
+
+def test_a_run_whose_directory_another_job_takes_over_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "REFRESH_S", 0.01)
+    taken = threading.Event()
+
+    def loss(model, batch):
+        if not taken.is_set():
+            (tmp_path / "run" / "lock").write_text('{"attempt": "other", "host": "elsewhere", "pid": 1}')
+            taken.set()
+        return toy.square_loss(model, batch)
+
+    with pytest.raises(OutputError, match="taken over by process 1 on host elsewhere"):
+        train(toy.make_job(loss=loss, epochs=100_000), "async()", 2, tmp_path / "run")
+
+
+@pytest.mark.parametrize("world", ["threads", "virtual"])
+def test_a_thread_beside_a_run_that_fails_ends_the_run(world, tmp_path):
+    def loss(model, batch):
+        background.start("test", lambda: {}["our own mistake"]).join()
+        return toy.square_loss(model, batch)
+
+    job = toy.make_job(loss=loss, epochs=100 if world == "threads" else 1)
+    with pytest.raises(KeyError, match="our own mistake"):
+        if world == "threads":
+            train(job, "async()", 2, tmp_path / "run")
+        else:
+            mt.simulate(job, mt.Async(), workers=2, run_dir=str(tmp_path / "run"), quiet=True)
+
+
+def test_nobody_waits_for_a_thread_that_has_ended_while_it_read_ahead(tmp_path, monkeypatch):
+    def dies(self):
+        raise ZeroDivisionError("our own mistake")
+
+    monkeypatch.setattr(prefetch.ReadAhead, "_choose", dies)
+    job = toy.make_job(
+        data=mt.Synthetic(64, x=((4,), "float32")), model=lambda: torch.nn.Linear(4, 1),
+        loss=lambda model, batch: model(batch["x"]).square().mean(), batch_size=4, validate=None,
+    )  # fmt: skip
+    with pytest.raises(ZeroDivisionError, match="our own mistake"):
+        train(job, "async()", 2, tmp_path / "run")
+    assert no_thread_left()
 
 
 def test_an_injected_failure_ends_the_run_and_a_silent_replica_is_evicted(tmp_path):

@@ -30,18 +30,24 @@ from mpitrain.training.watchdog.watchdog import PATIENCE, Watchdog
     ],
 )
 def test_who_is_stuck(tmp_path, idle, waits, quiet, stuck):
-    """Times in the watchdog's own."""
+    """Times in the watchdog's own; how long the run is quiet it knows by its own clock, not by the file server's."""
     timeout_s = 1000.0
+    metrics = tmp_path / METRICS_FILE
     if quiet is not None:
-        metrics = tmp_path / METRICS_FILE
         metrics.touch()
-        told_s = time.time() - quiet * timeout_s
-        os.utime(metrics, (told_s, told_s))
+        os.utime(metrics, (1, 1))
     runtime = SimpleNamespace(
         rank=0, idle_s=lambda: idle * timeout_s, stuck_s=lambda: 0.0 if waits else idle * timeout_s
     )
     session = SimpleNamespace(run_dir=tmp_path)
-    assert Watchdog(runtime, session, timeout_s)._is_stuck() is stuck
+    watchdog = Watchdog(runtime, session, timeout_s)
+    assert watchdog._is_stuck() is (stuck and not waits)  # of the file it has seen nothing yet
+    looked_s = time.monotonic() - (1.5 if quiet is None else quiet) * timeout_s
+    watchdog._metrics_seen = watchdog._metrics_seen and (watchdog._metrics_seen[0], looked_s)
+    assert watchdog._is_stuck() is stuck
+    if stuck and waits and quiet is not None:
+        os.utime(metrics, (2, 2))  # the run gets on
+        assert not watchdog._is_stuck()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from mpitrain.data.read.order import IntArray
-from mpitrain.system import trace
+from mpitrain.system import background, trace
 
 Batch = dict[str, torch.Tensor]
 MAX_EXPECTED = 2  # batches announced and held ready; further ones replace the oldest
@@ -96,6 +96,7 @@ class ReadAhead:
         self._chunk = -1  # that is being read
         self._thread: threading.Thread | None = None
         self._busy = self._closed = False
+        self._failure: BaseException | None = None  # of the thread itself, which is over
 
     @property
     def started(self) -> bool:
@@ -130,14 +131,14 @@ class ReadAhead:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="mpitrain-prefetch", daemon=True)
-            self._thread.start()
+            self._thread = background.start("prefetch", self._run)
 
     def claim(self, key: Hashable) -> Expected | None:
         """What was announced under `key`, taken off the list; waits only if the thread is at it."""
         with self._bell:
             expected = self._expected.pop(key, None)
             while expected is not None and expected is self._at:
+                self._check()
                 self._bell.wait()
             return expected
 
@@ -151,23 +152,38 @@ class ReadAhead:
             self._chunks = deque(sorted(self._chunks, key=lambda chunk: chunk not in self._awaited))
             self._arrival.wait_for(self._have_arrived)
             self._awaited = set()
+            self._check()
 
     def _have_arrived(self) -> bool:
-        return self._closed or self._awaited.isdisjoint((*self._chunks, self._chunk))
+        over = self._closed or self._failure is not None
+        return over or self._awaited.isdisjoint((*self._chunks, self._chunk))
 
     def settle(self) -> None:
         """Wait until the thread has nothing left to do."""
         with self._bell:
-            self._bell.wait_for(lambda: self._closed or not (self._busy or self._has_work()))
+            self._bell.wait_for(lambda: self._closed or self._failure or not (self._busy or self._has_work()))
+            self._check()
 
     def _has_work(self) -> bool:
         unhandled = any(not expected.handled for expected in self._expected.values())
         return unhandled or bool(self._chunks) or self._first is not None
 
+    def _check(self) -> None:
+        """Raise if nobody will come any more."""
+        if self._failure is not None:
+            raise RuntimeError("the thread that reads ahead has ended") from self._failure
+
     def _run(self) -> None:
-        while (work := self._next()) is not None:
-            with trace.span("read ahead", trace.READ):
-                work()
+        try:
+            while (work := self._next()) is not None:
+                with trace.span("read ahead", trace.READ):
+                    work()
+        except BaseException as error:
+            with self._bell:
+                self._failure = error
+                self._bell.notify_all()
+                self._arrival.notify_all()
+            raise
 
     def _next(self) -> Callable[[], object] | None:
         """What to do now, waiting for it; None at the end."""

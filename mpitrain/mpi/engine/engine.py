@@ -38,6 +38,7 @@ from mpitrain.mpi.engine.requests import Progress, withdraw
 from mpitrain.mpi.engine.wakeup import NAP_S, NappingWakeup, Wakeup
 from mpitrain.mpi.failed_ranks import FailedRanks
 from mpitrain.mpi.operation import Op, message_of
+from mpitrain.system import background
 
 _NAPS_FOR_S = 0.01  # after the last traffic
 _CHECK_AGAIN_S = 0.5  # how long a thread sleeps at most without asking whether it still has to
@@ -363,8 +364,7 @@ class Engine:
         """Start a daemon thread that drives what no thread waits for. It sleeps while nothing is outstanding."""
         if self._thread is None:
             self._stopping = False
-            self._thread = threading.Thread(target=self._serve, name="mpitrain-communication", daemon=True)
-            self._thread.start()
+            self._thread = background.start("communication", self._serve)
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Withdraw passive receives, finish everything else, end the thread; the caller then owns MPI again.

@@ -9,7 +9,7 @@ Without lockstep every shard is cut at its own version.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 from mpitrain.messages import CheckpointRequest
@@ -66,6 +66,11 @@ class CheckpointSchedule:
     def due(self, samples: int) -> bool:
         """Whether this update is the one to write."""
         return self.writer is not None and self.last < self._next_at <= samples
+
+    def try_out(self, state: Callable[[], dict[str, Any]]) -> None:
+        """An update has been made."""
+        if self.writer is not None:
+            self.writer.try_out(state)
 
     def save(
         self, state: dict[str, Any], num_shards: int, present: Set[int], workers: tuple[int, ...]

@@ -245,6 +245,7 @@ class Server:
             yield from self._apply()
             self.gathering.clear()
             self.counts.update()
+            self.checkpoints.try_out(self.state)
             self.checkpoints.look(self.counts.samples_accepted, self.table.present)
             if self.checkpoints.due(self.counts.samples_accepted):
                 yield from self._write_checkpoint()

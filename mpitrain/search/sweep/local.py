@@ -23,6 +23,7 @@ from mpitrain.search.sweep.check import Setup
 from mpitrain.search.sweep.deal import Task
 from mpitrain.search.sweep.journal import Dealer, Sweep
 from mpitrain.search.sweep.runs import Proposer, Work
+from mpitrain.system import background
 from mpitrain.system.launch_variables import usable_cores
 from mpitrain.system.processes import identity
 
@@ -86,8 +87,9 @@ def deal_locally(sweep: Sweep, setup: Setup, parallel: int, proposer: Proposer |
                 errors.append(error)
 
         began_s = time.monotonic()
-        threads = [threading.Thread(target=serve, args=(place,)) for place in range(parallel)]
+        threads = [background.thread(f"sweep-{place}", serve, place) for place in range(parallel)]
         for thread in threads:
+            thread.daemon = False  # an error here leaves no run without its journal
             thread.start()
         quits, sent = 0, None
         while any(thread.is_alive() for thread in threads):

@@ -52,6 +52,13 @@ def make_checkpoints(
     return PeerCheckpoints(writer, parts, Cadence(writer.policy, samples), strategy.asynchronous), writer
 
 
+def begin(resume: Checkpoint | None, peer: Peer, replica: PeerReplica) -> None:
+    """Go on from a checkpoint, if there is one, and refuse a state that none can hold."""
+    restore(resume, peer, replica)
+    if peer.checkpoints is not None:
+        peer.checkpoints.try_out(peer.state)
+
+
 def restore(resume: Checkpoint | None, peer: Peer, replica: PeerReplica) -> None:
     """This peer's state, or what falls to it of another number's."""
     if resume is None:

@@ -18,7 +18,7 @@ from mpitrain.roles.peer import Peer
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
 from mpitrain.training.decentralized.builder import PeerBuilder
-from mpitrain.training.decentralized.checkpoints import check_checkpoints, make_checkpoints, restore
+from mpitrain.training.decentralized.checkpoints import begin, check_checkpoints, make_checkpoints
 from mpitrain.training.deliver import save_final
 from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import (
@@ -69,7 +69,7 @@ def run_peers(session: Session) -> dict[str, Any]:
         session.in_emergency(f"{strategy}: a peer sends its update to the others in the middle of its step")
         checkpoints, writer = make_checkpoints(session, strategy, replica, about)
         peer = builder.peer(runtime.rank, replica, meter, checkpoints, validations, measures)
-        attempt(runtime, lambda: restore(resume, peer, replica))
+        attempt(runtime, lambda: begin(resume, peer, replica))
         counts, injected = _run(session, strategy, peer, replica, device)
     writer.wait()
     digests = runtime.allgather(counts["digest"])

@@ -26,12 +26,11 @@ from torch import nn
 from mpitrain.errors import AgreedError, MpitrainError, printable
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.mpi.allreduce_plan import Plan
-from mpitrain.one_at_a_time import parse_in_turn
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
-from mpitrain.system import rank_status
+from mpitrain.system import background, rank_status
 from mpitrain.system.error_record import exit_code, write_record
 from mpitrain.system.launch_variables import node_name
 from mpitrain.system.tracebacks import own_part
@@ -43,21 +42,10 @@ from mpitrain.training.decentralized.run import run_peers
 from mpitrain.training.in_threads.check import check_job, check_launch
 from mpitrain.training.parameter_server.run import run_servers
 from mpitrain.training.session import Session, begin, prepare
-from mpitrain.training.watchdog.watchdog import StalledError, Watchdog
+from mpitrain.training.watchdog.watchdog import Watchdog
 
 LOOK_S = 0.5  # between two looks whether a rank has failed that has not come to its end
 ENDING_S = 10.0  # how long replicas have to come to their end once the run is over
-
-
-class ThreadWatchdog(Watchdog):
-    """A watchdog that ends all ranks by their hub."""
-
-    def _watch(self) -> None:
-        try:
-            super()._watch()
-        except StalledError as error:
-            assert isinstance(self.runtime, ThreadRanks)
-            self.runtime.hub.fail(self.runtime.where(), error)
 
 
 class ThreadRun:
@@ -84,12 +72,7 @@ class ThreadRun:
             one.local_rank = max(0, one.rank - num_servers)  # servers need no device
         self._jobs = [job if rank == num_servers else _copied(job) for rank in range(size)]
         self._ended: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(
-                target=self._run_rank, args=(one,), name=f"mpitrain-rank-{one.rank}", daemon=True
-            )
-            for one in self.ranks
-        ]
+        self._threads = [background.thread(f"rank-{one.rank}", self._run_rank, one) for one in self.ranks]
 
     @property
     def left(self) -> list[str]:
@@ -106,7 +89,6 @@ class ThreadRun:
         # Its modules import one another in circles, which several threads at once would enter from several sides. Every
         # optimizer needs it to step.
         importlib.import_module("torch._dynamo")
-        parse_in_turn()
         before = torch.get_num_threads()
         self.threads_each = max(1, before // self.num_threads)
         torch.set_num_threads(self.threads_each)  # of threads that start from here on
@@ -154,10 +136,11 @@ class ThreadRun:
         ended: Any = None
         try:
             torch.set_num_threads(self.threads_each)
-            session = prepare(ranks, lambda: self._jobs[ranks.rank], self.overrides, self.job_file)
-            with ThreadWatchdog(ranks, session, self.overrides.watchdog_s):
-                begin(ranks)
-                ended = session.finish(_runner(session.strategy)(session))
+            with background.failures_to(lambda error: self.hub.fail(ranks.where(), error)):
+                session = prepare(ranks, lambda: self._jobs[ranks.rank], self.overrides, self.job_file)
+                with Watchdog(ranks, session, self.overrides.watchdog_s):
+                    begin(ranks)
+                    ended = session.finish(_runner(session.strategy)(session))
         except AgreedError as error:
             ended = error
         except CalledOffError:

@@ -137,6 +137,7 @@ class SplitRun(Stepper):
             saved := self.checkpoints.restored_part(self.session, self.checkpoint_grid.place(self.rank)[1])
         ) is not None:
             attempt(self.session.runtime, lambda: self.restore(saved))
+        attempt(self.session.runtime, self.checkpoints.try_out)
         trace.watch(self, _look_at_validation=("validate", trace.OTHER))
         trace.watch(self.meter, progress=("report", trace.OTHER))
         trace.watch(self.checkpoints, after_step=("settle", trace.OTHER))

@@ -150,7 +150,12 @@ def _serve(
     by_heartbeat = runtime.fault_tolerance == "heartbeat"
     floor_s = math.inf if strategy.needs_all else session.overrides.heartbeat_s
     server = builder.server(shard, store, meter, writer, floor_s, by_heartbeat)
-    attempt(runtime, lambda: restore_shard(resume, server, store, model.layout, shard))
+
+    def restore() -> None:
+        restore_shard(resume, server, store, model.layout, shard)
+        writer.try_out(server.state)
+
+    attempt(runtime, restore)
     may_die = roles.workers if survives(runtime, strategy) and runtime.fault_tolerance == "ulfm" else ()
     emergency, role = shard_writer(session, server, store, writer, model.module)
     session.in_emergency(emergency)
@@ -276,7 +281,13 @@ def attempt_restore(session: Session, worker: Worker, replica: Replica, index: i
     """This worker's part, where the checkpoint has one; parameters and leases come from the servers."""
     number = len(session.roles.workers)
     strategy = server_strategy(session)
-    attempt(session.runtime, lambda: restore_worker(session.resume, worker, replica, index, number, strategy))
+
+    def restore() -> None:
+        restore_worker(session.resume, worker, replica, index, number, strategy)
+        if worker.writer is not None:
+            worker.writer.try_out(worker.state)
+
+    attempt(session.runtime, restore)
 
 
 def restore_worker(

@@ -121,6 +121,15 @@ class StepCheckpoints:
             self.buffers.put_into(part.get("module", {}))
         return Taken(*self._at, {"role": {}, **copied(tree)})
 
+    def try_out(self) -> None:
+        """Refuse what no checkpoint can hold, before the first step and after it.
+
+        Raises:
+            UsageError: names it.
+        """
+        if self._writes:
+            self.writer.try_out(dict)
+
     def go_on_from(self, samples: int) -> None:
         """The run goes on at `samples`, not from a checkpoint."""
         self._cadence.go_on_from(samples)
@@ -128,6 +137,7 @@ class StepCheckpoints:
     def after_step(self, step: int, samples: int) -> None:
         """Write, or end, if it is time to; every rank calls it after every step."""
         self.buffers.keep()
+        self.try_out()
         self._at = samples, step
         self.guard.end()
         due = self._cadence.is_due(samples)

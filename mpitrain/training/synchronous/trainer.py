@@ -96,6 +96,8 @@ class Trainer:
                 self.hook.restore_shares(
                     *(kept.shares(self.num_workers) if kept else self.checkpoints.restored_own(session))
                 )
+        if kept is None:
+            attempt(session.runtime, self.checkpoints.try_out)
         if kept is not None:
             self.stepper.failure, self.meter = kept.failure, kept.meter or self.meter
             self.checkpoints.go_on_from(self.stepper.samples)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import math
 import signal
 import sys
 import threading
@@ -30,6 +29,7 @@ from mpitrain.errors import CheckpointError, MpitrainError
 from mpitrain.reporting.rows import METRICS_FILE
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.placement import Roles
+from mpitrain.system import background
 from mpitrain.system.folders import make_private
 from mpitrain.system.processes import place, send_signal
 from mpitrain.training.watchdog.alarm_files import Alarm
@@ -90,6 +90,7 @@ class Watchdog:
         self.look_s = min(LOOK_EVERY_S, timeout_s / 4)
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._metrics_seen: tuple[int, float] | None = None  # when they were written, and since when we know
         self._asked_s = 0.0  # idle seconds at the last liveness check
 
     @property
@@ -105,8 +106,7 @@ class Watchdog:
             self.look_s = min(LOOK_EVERY_S + self.runtime.size / 500, self.timeout_s / 4)
             self.runtime.stamp()
             self.liveness = LivenessCheck(self.run_dir, self.runtime.launched_rank, start)
-            self._thread = threading.Thread(target=self._watch, name="mpitrain-watchdog", daemon=True)
-            self._thread.start()
+            self._thread = background.start("watchdog", self._watch)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -136,7 +136,11 @@ class Watchdog:
     def _is_stuck(self) -> bool:
         if self.runtime.stuck_s() > self.timeout_s:
             return True
-        return self.runtime.idle_s() > PATIENCE * self.timeout_s and self._quiet_s() > self.timeout_s
+        idle_s = self.runtime.idle_s()
+        if idle_s <= self.timeout_s:
+            return False
+        quiet_s = self._quiet_s()  # looked at from here on, so that it is known when it matters
+        return idle_s > PATIENCE * self.timeout_s and quiet_s > self.timeout_s
 
     def _who_is_silent(self) -> set[int]:
         """Ranks at launch that do not answer, asked after every `timeout_s` in which this one has only waited."""
@@ -194,11 +198,14 @@ class Watchdog:
         return ", ".join(f"rank {rank} on host {hosts[rank]}" for rank in sorted(ranks))
 
     def _quiet_s(self) -> float:
-        """Seconds since the run last wrote a row of its metrics."""
+        """Seconds since this rank first saw the run's metrics as they are: no clocks of two hosts are compared."""
         try:
-            return time.time() - self.metrics.stat().st_mtime
+            written_ns = self.metrics.stat().st_mtime_ns
         except OSError:
-            return math.inf
+            written_ns = 0
+        if self._metrics_seen is None or self._metrics_seen[0] != written_ns:
+            self._metrics_seen = written_ns, time.monotonic()
+        return time.monotonic() - self._metrics_seen[1]
 
     def _end_job(self, seen: bool, silent: set[int] | None = None) -> None:
         """End the job, whatever the file system does: see `mpi/faults/abort.py`.
@@ -217,7 +224,7 @@ class Watchdog:
             else:
                 self.alarm.raise_alarm()
                 if not seen:
-                    threading.Thread(target=self._write, args=(what,), daemon=True).start()
+                    background.start("stacks", self._write, what)
                 answering = set(self.runtime.launched) - (silent or set())
                 outcome = self._outcome(
                     self.alarm.wait(answering, self.patience_s, self.patience_s + WRITING_S)
