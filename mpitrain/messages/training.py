@@ -235,6 +235,7 @@ class Answer:
     part_of: what the worker holds with this answer belongs to the checkpoint at so many samples; 0: to none.
     promoted: the worker validates from now on, because the one that did is gone.
     standby: the worker should stay although it has nothing to do.
+    living: which part of the run's workers is not lost, which a schedule on the worker follows.
     """
 
     version: int
@@ -248,6 +249,7 @@ class Answer:
     part_of: int = 0
     promoted: bool = False
     standby: bool = False
+    living: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

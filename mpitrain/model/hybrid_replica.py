@@ -30,9 +30,9 @@ class HybridReplica(TabledReplica):
         self.reduced, self._vector = reduced, reduced.vector()
         self._num_rounds = self._samples = self._samples_before = 0
 
-    def progress(self, samples: int) -> None:
-        """So many samples have been accepted."""
-        super().progress(samples)
+    def progress(self, samples: int, living: float = 1.0) -> None:
+        """So many samples have been accepted. (A lost worker ends the run.)"""
+        super().progress(samples, living)
         self._samples = samples
 
     def _may_step(self, loss: float) -> bool:

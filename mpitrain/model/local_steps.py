@@ -25,6 +25,7 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.model.step_hooks import without_global_hooks
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.schedules import Progress
+from mpitrain.strategies.ticks import Ticks
 from mpitrain.system import trace
 
 
@@ -35,7 +36,7 @@ class LocalSteps:
         model: whose parameters move.
         optimizer: that moves them; its state stays here for the whole run, also when parameters are read anew.
         pushes: "update", "gradient" or "parameters".
-        schedule: factor on the rates, by accepted samples; epoch_samples: in an epoch; num_workers: of the run.
+        schedule: factor on the rates, by accepted samples; ticks: of the job, where it has one.
         source: the optimizer whose rates these steps follow, where they are "gradient" steps beside a server's.
     """
 
@@ -45,25 +46,29 @@ class LocalSteps:
         optimizer: Optimizer,
         pushes: str,
         schedule: Progress | None = None,
-        epoch_samples: int = 0,
-        num_workers: int = 1,
+        ticks: Ticks | None = None,
         source: Optimizer | None = None,
     ):
         self.model, self.optimizer, self.pushes = model, optimizer, pushes
         self._own_step = optimizer.step  # `wrap` lets the user's optimizer step the servers from here on
         self.source = source
         self._pushed_rates: list[float] = []
-        self.schedule, self.epoch_samples, self.num_workers = schedule, epoch_samples, num_workers
+        self.schedule, self.ticks = schedule, ticks
+        self._num_workers = ticks.law.num_workers if ticks is not None else 1
         self._rates = Rates(optimizer)
         layout = model.layout
         self._pools = [BufferPool(layout.size(shard), layout.dtype) for shard in range(layout.num_shards)]
         self._moved: list[FixedBuffer] | None = None
         trace.watch(self, step=("optimizer", trace.OPTIMIZER))
 
-    def progress(self, samples: int) -> None:
-        """So many samples have been accepted: the rate of the next step follows."""
-        if self.schedule is not None and self.epoch_samples:
-            factor = self.schedule.factor(samples / self.epoch_samples, self.num_workers)
+    def progress(self, samples: int, living: float = 1.0) -> None:
+        """So many samples have been accepted, and this part of the workers is not lost: the rate of the next step
+        follows."""
+        if self.schedule is not None and self.ticks is not None:
+            law = self.ticks.law.among(max(1, round(living * self._num_workers)))
+            if law != self.ticks.law:
+                self.ticks.change(law, samples)
+            factor = self.schedule.factor(samples / self.ticks.epoch_samples, law.num_workers)
             if (
                 isinstance(factor, list) and self.source is not None
             ):  # the server's momentum is none of these steps'
@@ -169,8 +174,7 @@ def local_steps(
     optimizer: Optimizer,
     strategy: ServerStrategy,
     schedule: Progress | None = None,
-    epoch_samples: int = 0,
-    num_workers: int = 1,
+    ticks: Ticks | None = None,
 ) -> LocalSteps | None:
     """What the strategy asks of a worker between reads; None when it only computes gradients.
 
@@ -193,4 +197,4 @@ def local_steps(
         source = optimizer
         groups = [{"params": group["params"], "lr": group["lr"]} for group in optimizer.param_groups]
         optimizer = SGD(groups, lr=0.0)
-    return LocalSteps(model, optimizer, pushes, schedule, epoch_samples, num_workers, source)
+    return LocalSteps(model, optimizer, pushes, schedule, ticks, source)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from mpitrain.model.clipping import Clipping
 from mpitrain.model.optimizer import Rates
 from mpitrain.strategies.schedules import Progress
+from mpitrain.strategies.ticks import Ticks
 from mpitrain.system import trace
 
 
@@ -30,7 +31,7 @@ class ReducedParameters:
         parameters: all of one dtype; optimizer: the job's, which steps those that have a gradient.
         usual_share: of a full batch, so that equal shares change no bit; num_workers: that bring gradients.
         clipping: of the mean gradient.
-        schedule: factor on the rates, by accepted samples; epoch_samples: in an epoch.
+        schedule: factor on the rates, by accepted samples; ticks: of the job.
     """
 
     def __init__(
@@ -41,11 +42,11 @@ class ReducedParameters:
         num_workers: int,
         clipping: Clipping,
         schedule: Progress | None = None,
-        epoch_samples: int = 0,
+        ticks: Ticks | None = None,
     ):
         self.parameters, self.optimizer, self.clipping = list(parameters), optimizer, clipping
         self.usual_share, self.num_workers = usual_share, num_workers
-        self.schedule, self.epoch_samples = schedule, epoch_samples
+        self.schedule, self.ticks = schedule, ticks
         self._rates = Rates(optimizer)
         self._sizes = [parameter.numel() for parameter in self.parameters]
         self.num_rounds = 0  # whose means have come, stepped with or not
@@ -89,8 +90,8 @@ class ReducedParameters:
             return
         if share != 1.0:
             total[:-1].mul_(1.0 / share)
-        if self.schedule is not None and self.epoch_samples:
-            self._rates.set(self.schedule.factor(samples / self.epoch_samples, self.num_workers))
+        if self.schedule is not None and self.ticks is not None:
+            self._rates.set(self.schedule.factor(samples / self.ticks.epoch_samples, self.num_workers))
         for parameter, gradient in zip(self.parameters, self._cut(total), strict=True):
             parameter.grad = gradient.to(parameter.device)
         self.clipping.clip_parameters(self.parameters)

@@ -1,10 +1,10 @@
 """A torch learning-rate scheduler, followed by accepted samples.
 
 Invariants: the job's scheduler steps an optimizer that stands for its own, with the same groups and nothing to train.
-So its options at some progress are a function of that progress alone: of how many full batches of all workers have been
+So its options at some progress are a function of its `Ticks` alone: of how many full batches of all workers have been
 accepted, each epoch's incomplete last one counted as one. Where all workers take one step together this is the number
-of steps, as in a loop that calls `scheduler.step()` after each. Nothing of it is in a checkpoint: a run that goes on
-steps it again.
+of steps, as in a loop that calls `scheduler.step()` after each. Of all this a checkpoint holds the ticks: a run that
+goes on steps the scheduler again. One that has a last step (OneCycleLR) keeps its options from there on.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from mpitrain.errors import UsageError
 from mpitrain.model.optimizer import Rates
+from mpitrain.strategies.ticks import Ticks
 
 ALSO_CHANGED = ("momentum", "betas")  # by OneCycleLR and CyclicLR
 Factory = Callable[[Optimizer], Any]
@@ -40,21 +41,21 @@ class TorchSchedule:
     Args:
         make: the job's `scheduler`.
         rates: of the job's optimizer, as it began.
-        epoch_samples: in an epoch, by which progress is counted; step_samples: in a full batch of all workers.
-        accepted_samples: of an epoch, where an incomplete last batch is left out.
+        ticks: how often it has been stepped, by progress.
+
+    Attributes:
+        last_tick: behind which its options stay as they are, for torch would not step it; None where it goes on.
 
     Raises:
         UsageError: `make` returns no scheduler, or one that goes by a metric.
     """
 
-    def __init__(
-        self, make: Factory, rates: Rates, epoch_samples: int, step_samples: int, accepted_samples: int = 0
-    ):
-        self.make, self.epoch_samples, self.step_samples = make, epoch_samples, step_samples
-        self.accepted_samples = accepted_samples or epoch_samples
+    def __init__(self, make: Factory, rates: Rates, ticks: Ticks):
+        self.make, self.ticks = make, ticks
         self.first, self.defaults = rates.first, dict(rates.optimizer.defaults)
         self._changed = {"lr"}
         self._begin()
+        self.last_tick = _last_tick(self._scheduler)
 
     def _begin(self) -> None:
         self.count = 0
@@ -72,15 +73,11 @@ class TorchSchedule:
             )
         self._scheduler = scheduler
 
-    def steps_at(self, samples: int) -> int:
-        """How many steps of all workers `samples` accepted samples are."""
-        per_epoch = -(-self.accepted_samples // self.step_samples)
-        epochs, rest = divmod(samples, self.accepted_samples)
-        return epochs * per_epoch + rest // self.step_samples
-
     def options_at(self, samples: int) -> list[dict[str, Any]]:
         """Each group's options after so many accepted samples."""
-        count = self.steps_at(samples)
+        count = self.ticks.at(samples)
+        if self.last_tick is not None:
+            count = min(count, self.last_tick)
         if count < self.count:  # steps that are done again
             self._begin()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without
@@ -96,4 +93,24 @@ class TorchSchedule:
 
     def factor(self, epochs: float, num_workers: int) -> list[dict[str, Any]]:
         """As of a `Schedule`; each group's options instead of a factor on the rates."""
-        return self.options_at(round(epochs * self.epoch_samples))
+        return self.options_at(round(epochs * self.ticks.epoch_samples))
+
+
+def _last_tick(scheduler: Any) -> int | None:
+    """Behind which torch refuses to step it, or a part of it that is in force then."""
+    if isinstance(scheduler, SequentialLR):
+        starts = [0, *scheduler._milestones]
+        *parts, last = zip(starts, scheduler._schedulers, strict=True)
+        found = [
+            start + end
+            for (start, part), until in zip(parts, starts[1:], strict=True)
+            if (end := _last_tick(part)) is not None and start + end + 2 < until
+        ]
+        if (end := _last_tick(last[1])) is not None:
+            found.append(last[0] + end)
+        return min(found, default=None)
+    if isinstance(scheduler, ChainedScheduler):
+        ends = map(_last_tick, scheduler._schedulers)
+        return min((end for end in ends if end is not None), default=None)
+    total = getattr(scheduler, "total_steps", None)
+    return total - 1 if isinstance(total, int) else None

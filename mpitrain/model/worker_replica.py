@@ -163,10 +163,11 @@ class Replica:
         assert wire_buffer is not None, "a difference came before any parameters"
         return wire_buffer
 
-    def progress(self, samples: int) -> None:
-        """So many samples have been accepted: what a schedule on the worker follows."""
+    def progress(self, samples: int, living: float = 1.0) -> None:
+        """So many samples have been accepted, and this part of the workers is not lost: what a schedule on the worker
+        follows."""
         if self.local is not None:
-            self.local.progress(samples)
+            self.local.progress(samples, living)
 
     def prefetch(self, lease: Any) -> None:
         """Start reading the batch."""

@@ -96,7 +96,7 @@ _PLACES = {name: place for place, name in enumerate(_UNUSED)}
 # For every kind of message: field of the header = field of the message, or one name where both have the same.
 _ANSWER = (
     "version step samples payload leases stop batches=num_batches request=checkpoint checkpoint=part_of promoted "
-    "standby"
+    "standby share=living"
 )
 _TABLE: dict[type[Message], str] = {
     Join: "step",

@@ -101,8 +101,9 @@ class Replica(Protocol):
     def prefetch(self, lease: Lease) -> None:
         """This batch will be computed on soon."""
 
-    def progress(self, samples: int) -> None:
-        """So many samples have been accepted: what a schedule on the worker follows."""
+    def progress(self, samples: int, living: float = 1.0) -> None:
+        """So many samples have been accepted, and this part of the workers is not lost: what a schedule on the worker
+        follows."""
 
     def gradient(self, lease: Any, step: int) -> Gradient | None:
         """Forward and backward; None ends the work (only where the caller brings the data)."""

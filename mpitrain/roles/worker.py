@@ -402,7 +402,7 @@ class Worker:
         self.stopped = self.stopped or message.stop
         if source == self.roles.dealer:
             self.progress = message.samples
-            self.replica.progress(self.progress)
+            self.replica.progress(self.progress, message.living)
             if message.promoted:
                 self.validates = self.wants_final = True
             self._standby = message.standby

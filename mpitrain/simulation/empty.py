@@ -112,7 +112,7 @@ class _Steps:
     def __init__(self) -> None:
         self._gradients: dict[int, Nothing] = {}
 
-    def progress(self, samples: int) -> None:
+    def progress(self, samples: int, living: float = 1.0) -> None:
         """No schedule follows it."""
 
     def prefetch(self, lease: Lease) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mpitrain.errors import UsageError
+from mpitrain.strategies.ticks import Law, Ticks
 from mpitrain.values import Value, nearest, register
 
 SCALES = {"none": lambda num_workers: 1.0, "linear": float, "sqrt": math.sqrt}
@@ -34,6 +35,23 @@ class Progress(Protocol):
 
     def factor(self, epochs: float, num_workers: int) -> Any:
         """As of a `Schedule`, or the options of each parameter group."""
+
+
+def what_changes(schedule: Progress | None, ticks: Ticks, before: Law, samples: int) -> dict[str, Any]:
+    """What there is to report of a schedule where what a tick is has changed, after so many accepted samples; nothing
+    where it goes by neither ticks nor the number of workers."""
+    if schedule is None or before == ticks.law:
+        return {}
+    was, now = (
+        schedule.factor(samples / ticks.epoch_samples, law.num_workers) for law in (before, ticks.law)
+    )
+    if isinstance(now, list):  # of a torch scheduler, which knows no workers
+        tick = f"{before.step_samples} -> {ticks.law.step_samples} samples"
+        return {"tick": tick, "ticks": ticks.at(samples), "lr": float(now[0]["lr"])}
+    if was == now:
+        return {}
+    workers = f"{before.num_workers} -> {ticks.law.num_workers}"
+    return {"factor": f"{was:.4g} -> {now:.4g}", "workers": workers}
 
 
 class ByFunction(Schedule):

@@ -80,6 +80,8 @@ def test_who_is_left_goes_on_as_a_resume_with_fewer_workers_does(tmp_path, strat
     assert [detail["rank"] for detail in result["ranks"]] == [1, 2]
     rows = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
     assert [row["rank"] for row in rows if row["event"] == "worker lost"] == [0]
+    told = [(row["tick"], row["ticks"]) for row in rows if row["event"] == "schedule"]
+    assert told == [("12 -> 8 samples", step)]
     train(3, tmp_path / "whole", strategy=strategy, every=str(mark))
     fewer = tmp_path / "fewer"
     shutil.copytree(folder_of(tmp_path / "whole", mark), folder_of(fewer, mark))

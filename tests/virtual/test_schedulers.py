@@ -1,5 +1,8 @@
 """torch's schedulers, functions as schedules, and groups by name, in virtual time against torch's own loop."""
 
+import json
+import math
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -8,6 +11,7 @@ import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.torch_scheduler import TorchSchedule
+from mpitrain.strategies.ticks import Law, Ticks
 from mpitrain.values import parse
 from tests import toy
 
@@ -64,8 +68,8 @@ def lambda_by_samples(optimizer):
 
 def test_it_counts_full_batches_of_all_workers_whatever_the_updates_are():
     rates = Rates(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
-    schedule = TorchSchedule(lambda_by_samples, rates, 50, 12)
-    assert [schedule.steps_at(at) for at in (0, 4, 12, 48, 49, 50, 61, 62, 100)] == [
+    schedule = TorchSchedule(lambda_by_samples, rates, Ticks(50, Law(4, 3)))
+    assert [schedule.ticks.at(at) for at in (0, 4, 12, 48, 49, 50, 61, 62, 100)] == [
         0,
         0,
         1,
@@ -77,8 +81,66 @@ def test_it_counts_full_batches_of_all_workers_whatever_the_updates_are():
         10,
     ]
     assert [schedule.options_at(at)[0]["lr"] for at in (0, 12, 50, 12)] == [1, 1 / 2, 1 / 6, 1 / 2]
-    left_out = TorchSchedule(lambda_by_samples, rates, 50, 12, 48)
-    assert [left_out.steps_at(at) for at in (48, 60)] == [4, 5]
+    left_out = Ticks(50, Law(4, 3, 12))
+    assert [left_out.at(at) for at in (48, 60)] == [4, 5]
+
+
+def ended(part, milestone=None):
+    rates = Rates(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+
+    def make(optimizer):
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10)
+        if milestone is None:
+            return cycle
+        other = lambda_by_samples(optimizer)
+        parts = [cycle, other] if part == 0 else [other, cycle]
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [milestone])
+
+    return TorchSchedule(make, rates, Ticks(100, Law(1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "last"),
+    [(ended(0), 9), (ended(1, 5), 14), (ended(0, 11), None), (ended(0, 12), 9)],
+    ids=["alone", "last", "followed", "too short"],
+)
+def test_behind_the_last_step_of_a_scheduler_its_rate_stays(schedule, last):
+    """torch raises there, where it is stepped once more."""
+    found = [schedule.options_at(at)[0]["lr"] for at in range(30)]
+    assert schedule.last_tick == last
+    if last is not None:
+        assert set(found[last:]) == {found[last]} and found[last] < found[last - 1]
+
+
+def shrinking(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+@pytest.mark.parametrize("strategy", ["sync()", 'sync(optimizer="worker")'])
+def test_a_tick_is_a_step_of_those_that_are_left_when_a_worker_has_died(strategy, tmp_path):
+    rates = []
+
+    class Seen(torch.optim.SGD):
+        elementwise = True
+
+        def step(self, closure=None):
+            rates.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    job = toy.make_job(
+        optimizer=lambda parameters: Seen(parameters, lr=1.0), scheduler=shrinking, data=toy.Memory(96), epochs=2,
+        batch_size=4,
+    )  # fmt: skip
+    mt.simulate(
+        job, parse(strategy, "strategy"), workers=3, run_dir=str(tmp_path), quiet=True,
+        inject=["kill(worker=2, at_step=4)"],
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    told = [row for row in rows if row["event"] == "schedule"]
+    assert [row["tick"] for row in told] == ["12 -> 8 samples"] and told[0]["ticks"] in (4, 5)
+    counts = sorted({round(math.log(rate) / math.log(0.9)) for rate in rates})
+    # 4 or 5 ticks of 12 samples, the others of 8
+    assert counts == list(range(len(counts))) and 20 <= counts[-1] <= 23, counts
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ class NumberReplica:
     def prefetch(self, lease: Lease) -> None:
         pass
 
-    def progress(self, samples: int) -> None:
+    def progress(self, samples: int, living: float = 1.0) -> None:
         pass
 
     def gradient(self, lease: Lease, step: int) -> Gradient:

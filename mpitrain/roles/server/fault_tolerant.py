@@ -57,6 +57,7 @@ from mpitrain.roles.server.worker_state import (
     WorkerEvent,
     WorkerState,
 )
+from mpitrain.strategies.schedules import what_changes
 
 REPORTER = 0
 RETURN_S = 60.0  # how long the end of a run waits for rank 0, where that was given up
@@ -367,6 +368,7 @@ class FaultTolerantServer(Server):
         self.leases.take_back(worker)
         silence = {"silence_s": round(silence_s, 3)} if how == SILENT else {}
         self.report.event("worker lost", rank=worker, how=how, version=self.counts.version, **silence)
+        self._follow_ticks()
         if was_active:
             yield from self._go_on_without(worker)
         if not present and len(self.table.lost) == len(self.workers):
@@ -374,6 +376,18 @@ class FaultTolerantServer(Server):
         if not self.table.active and not self.table.standby:
             yield from self._admit_joining()
         yield from self._wake()
+
+    @property
+    def num_living(self) -> int:
+        return max(1, len(self.workers) - len(self.table.lost))
+
+    def _follow_ticks(self) -> None:
+        """From here on a tick is a step of the workers that are left."""
+        if self.ticks is not None:
+            before = self.ticks.law
+            self.ticks.change(before.among(self.num_living), self.applied_samples)
+            if changed := what_changes(self.schedule, self.ticks, before, self.applied_samples):
+                self.report.event("schedule", **changed)
 
     def _is_promoted(self, worker: int) -> bool:
         return worker == self.validator != min(self.workers)

@@ -51,6 +51,7 @@ from mpitrain.strategies.parameter_server.processed import ProcessedSamples, in_
 from mpitrain.strategies.parameter_server.staleness import ShardCounts
 from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.strategies.schedules import Progress
+from mpitrain.strategies.ticks import Ticks
 
 Steps = Generator[Effect, Any, None]
 _CONFIRMING = (Push, Pull, Idle)  # every shard has answered what came before
@@ -64,18 +65,21 @@ class Server:
         dealer: deals batches; given to exactly one server, or to none when workers bring their own data.
         on_nonfinite: "stop" ends the run in order, nothing applied; "skip" counts the push and goes on.
         epoch_samples: samples of one epoch, the measure of warm-up and schedule; 0 when workers bring their own data.
-        schedule: factor on the learning rate, by the samples that the shard's updates have consumed.
+        schedule: factor on the learning rate, by the samples that the shard's updates have consumed; where workers keep
+            their own optimizer they follow it.
         batch_size: the job's; what the strategy's batching starts from; 0 when workers bring their own data.
         writer: of this shard's part of a checkpoint.
         tables: the store, where the model has tables.
+        ticks: of the job, which a torch scheduler follows, here or on the workers; None where workers bring their data.
     """
 
     def __init__(
         self, strategy: ServerStrategy, store: Store, workers: tuple[int, ...], report: Report,
         dealer: BatchDealer | None = None, on_nonfinite: str = "stop", epoch_samples: int = 0,
         schedule: Progress | None = None, batch_size: int = 0, writer: CheckpointWriter | None = None,
-        tables: TabledStore | None = None,
+        tables: TabledStore | None = None, ticks: Ticks | None = None,
     ):  # fmt: skip
+        self.ticks = ticks
         self.tables, self.row_bytes = tables, 0  # of rows that were asked for besides
         self.strategy, self.store, self.report = strategy, store, report
         self.on_nonfinite, self.epoch_samples, self.schedule = on_nonfinite, epoch_samples, schedule
@@ -238,9 +242,9 @@ class Server:
             if (
                 not self.gathering.empty
             ):  # or else all of it had been processed before: a version like the last
-                if self.schedule is not None and self.epoch_samples:
+                if self.schedule is not None and self.epoch_samples and self.strategy.optimizer == "server":
                     progress = self.applied_samples / self.epoch_samples
-                    self.store.set_rate(self.schedule.factor(progress, len(self.workers)))
+                    self.store.set_rate(self.schedule.factor(progress, self.num_living))
                 self.applied_samples = self.counts.samples_accepted
             yield from self._apply()
             self.gathering.clear()
@@ -351,9 +355,15 @@ class Server:
             part_of=part_of,
             promoted=self._is_promoted(worker),
             standby=self._stands_by(worker),
+            living=self.num_living / len(self.workers),
         )
         record.no_pull = record.pending_difference = False
         yield Send(worker, message)
+
+    @property
+    def num_living(self) -> int:
+        """Workers that are not lost."""
+        return len(self.workers)
 
     def _is_promoted(self, worker: int) -> bool:
         """Whether `worker` validates in place of one that is gone."""
@@ -417,6 +427,7 @@ class Server:
             "num_batches": {str(w): one.num_batches for w, one in workers if one.num_batches},
             "failure": self.failure,
             "applied_samples": self.applied_samples,
+            **({"ticks": self.ticks.state(self.applied_samples)} if self.ticks else {}),
             "processed": self.processed.state(),
             "pieces": [[low, high, processed.state()] for low, high, processed in self.pieces],
             "row_pieces": [processed.state() for processed in self.row_pieces],

@@ -23,10 +23,11 @@ from mpitrain.roles.protocols import PeerMeasures, Report
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
 from mpitrain.strategies.schedules import Progress
+from mpitrain.strategies.ticks import Law, Ticks
 from mpitrain.strategies.validation_policy import ValidationCadence
 from mpitrain.training.clipping import clipping_of
 from mpitrain.training.measure import brought_by_loop, read_nothing_ahead
-from mpitrain.training.schedule import schedule_of
+from mpitrain.training.schedule import schedule_of, ticks_of
 
 Fetch = Callable[[int, int, int], Any]
 
@@ -51,6 +52,7 @@ class PeerBuilder:
     ):
         self.strategy, self.number, self.job = strategy, number, job
         self.epoch_samples, self.num_steps = epoch_samples, num_steps
+        self.ticks = ticks_of(job, epoch_samples, number) if job else Ticks(1, Law(1, number))
 
     def replica(
         self,
@@ -72,7 +74,7 @@ class PeerBuilder:
         )  # fmt: skip
 
     def _schedule(self, optimizer: Optimizer) -> Progress | None:
-        return schedule_of(self.job, Rates(optimizer), self.epoch_samples, self.number) if self.job else None
+        return schedule_of(self.job, Rates(optimizer), self.ticks)
 
     def partition(self, rank: int) -> PeerPartition | Endless:
         """The peer's part of the data, step by step; without an end where the data are the user's own."""

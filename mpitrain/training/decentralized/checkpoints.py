@@ -7,6 +7,7 @@ up, so that the mean over peers of what is still to be sent stays what it was.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.strategies.checkpoint_policy import Cadence
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.part_names import own_part
+from mpitrain.strategies.ticks import Ticks
 from mpitrain.training import signals
 from mpitrain.training.resume import check, make_checkpoint_writer, read_own_part
 from mpitrain.training.resume_options import same_codec
+from mpitrain.training.schedule import go_on, report_end_of
 from mpitrain.training.session import Session
 from mpitrain.values import parse
 
@@ -37,13 +40,12 @@ def check_checkpoints(session: Session, strategy: Decentralized, about: dict[str
 
 
 def make_checkpoints(
-    session: Session, strategy: Decentralized, replica: PeerReplica, about: dict[str, Any]
+    session: Session, strategy: Decentralized, about: dict[str, Any], state: Callable[[], dict[str, Any]]
 ) -> tuple[PeerCheckpoints | None, CheckpointWriter]:
-    """When this peer writes, and who writes; never where peers do not meet: a signal then ends the run as it is."""
+    """When this peer writes `state` beside that of its role, and who writes; never where peers do not meet: a signal
+    then ends the run as it is."""
     runtime = session.runtime
-    writer = make_checkpoint_writer(
-        session, own_part(runtime.rank), about, lambda: {"replica": replica.state()}
-    )
+    writer = make_checkpoint_writer(session, own_part(runtime.rank), about, state)
     if strategy.never_meets:
         signals.end_at_once()
         return None, writer
@@ -52,19 +54,22 @@ def make_checkpoints(
     return PeerCheckpoints(writer, parts, Cadence(writer.policy, samples), strategy.asynchronous), writer
 
 
-def begin(resume: Checkpoint | None, peer: Peer, replica: PeerReplica) -> None:
-    """Go on from a checkpoint, if there is one, and refuse a state that none can hold."""
-    restore(resume, peer, replica)
+def begin(session: Session, peer: Peer, replica: PeerReplica, ticks: Ticks) -> None:
+    """Go on from a checkpoint, if there is one, with what a schedule counts from, and refuse a state that none can
+    hold."""
+    if (part := restore(session.resume, peer, replica)) is not None:
+        go_on(session, ticks, replica.schedule, part.get("ticks"), peer.partition.samples)
+    report_end_of(session, ticks, replica.schedule)
     if peer.checkpoints is not None:
         peer.checkpoints.try_out(peer.state)
 
 
-def restore(resume: Checkpoint | None, peer: Peer, replica: PeerReplica) -> None:
-    """This peer's state, or what falls to it of another number's."""
+def restore(resume: Checkpoint | None, peer: Peer, replica: PeerReplica) -> dict[str, Any] | None:
+    """This peer's state, or what falls to it of another number's; returns the part that it has read."""
     if resume is None:
-        return
+        return None
     number = len(resume.parts)
-    mine = read_own_part(resume, own_part(peer.rank % number))
+    mine: dict[str, Any] = read_own_part(resume, own_part(peer.rank % number))
     peer.restore(mine["role"])
     strategy = peer.strategy
     assert isinstance(strategy, Decentralized)
@@ -80,6 +85,7 @@ def restore(resume: Checkpoint | None, peer: Peer, replica: PeerReplica) -> None
     if not same_codec(resume.about, strategy, "codec"):
         state = {**state, "encoder": {}}
     replica.restore(state)
+    return mine
 
 
 def _of_others(resume: Checkpoint, peer: Peer, number: int, mine: dict[str, Any]) -> dict[str, Any]:

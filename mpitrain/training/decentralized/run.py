@@ -17,7 +17,8 @@ from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
-from mpitrain.training.decentralized.builder import PeerBuilder
+from mpitrain.system.ranks import Ranks
+from mpitrain.training.decentralized.builder import Fetch, PeerBuilder
 from mpitrain.training.decentralized.checkpoints import begin, check_checkpoints, make_checkpoints
 from mpitrain.training.deliver import save_final
 from mpitrain.training.initial_weights import build_on_ranks
@@ -51,13 +52,9 @@ def run_peers(session: Session) -> dict[str, Any]:
     with job.data.reader(session.catalogue, job.seed) as reader:
         validations = session.validations()
         measure = make_measure(job, module, session.validation, device, runtime.stamp, validations)
-
-        def fetch(epoch: int, start: int, count: int) -> Any:
-            runtime.stamp()  # a peer that is alone sends nothing, and still makes progress
-            return reader.batch(epoch, start, count)
-
         num_samples = session.catalogue.num_samples
         builder = PeerBuilder(strategy, runtime.size, job, num_samples, session.overrides.steps)
+        fetch = _stamped(runtime, reader)
         replica = attempt(
             runtime,
             lambda: builder.replica(runtime.rank, model, optimizer, fetch, reader.prefetch),
@@ -67,9 +64,13 @@ def run_peers(session: Session) -> dict[str, Any]:
         resume = session.resume
         meter = Meter(session.report, num_warmup(num_steps), resume.checkpoint_at if resume else 0)
         session.in_emergency(f"{strategy}: a peer sends its update to the others in the middle of its step")
-        checkpoints, writer = make_checkpoints(session, strategy, replica, about)
+        ticks = builder.ticks
+        checkpoints, writer = make_checkpoints(
+            session, strategy, about,
+            lambda: {"replica": replica.state(), "ticks": ticks.state(peer.partition.samples)},
+        )  # fmt: skip
         peer = builder.peer(runtime.rank, replica, meter, checkpoints, validations, measures)
-        attempt(runtime, lambda: begin(resume, peer, replica))
+        attempt(runtime, lambda: begin(session, peer, replica, ticks))
         counts, injected = _run(session, strategy, peer, replica, device)
     writer.wait()
     digests = runtime.allgather(counts["digest"])
@@ -95,6 +96,14 @@ def run_peers(session: Session) -> dict[str, Any]:
             **validations.result(),
         }  # fmt: skip
     return outcome
+
+
+def _stamped(runtime: Ranks, reader: Any) -> Fetch:
+    def fetch(epoch: int, start: int, count: int) -> Any:
+        runtime.stamp()  # a peer that is alone sends nothing, and still makes progress
+        return reader.batch(epoch, start, count)
+
+    return fetch
 
 
 def _run(

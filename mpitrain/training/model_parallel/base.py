@@ -37,7 +37,7 @@ from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.judge import why_not_finite
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_one_by_one
 from mpitrain.training.model_parallel.state_shards import local, restore_shards, take_shards
-from mpitrain.training.schedule import schedule_of
+from mpitrain.training.schedule import go_on, report_end_of, schedule_of
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints
@@ -111,9 +111,8 @@ class SplitRun(Stepper):
         """Step with this optimizer, which holds this rank's parameters."""
         self.optimizer, self.rates = optimizer, Rates(optimizer)
         self.ema = ema_of(self.session.job.ema, self._held)
-        num_samples, job = self.epoch_samples, self.session.job
         self.schedule = attempt(
-            self.session.runtime, lambda: schedule_of(job, self.rates, num_samples, self.num_replicas)
+            self.session.runtime, lambda: schedule_of(self.session.job, self.rates, self.ticks)
         )
 
     @property
@@ -138,6 +137,7 @@ class SplitRun(Stepper):
         ) is not None:
             attempt(self.session.runtime, lambda: self.restore(saved))
         attempt(self.session.runtime, self.checkpoints.try_out)
+        report_end_of(self.session, self.ticks, self.schedule)
         trace.watch(self, _look_at_validation=("validate", trace.OTHER))
         trace.watch(self.meter, progress=("report", trace.OTHER))
         trace.watch(self.checkpoints, after_step=("settle", trace.OTHER))
@@ -173,7 +173,10 @@ class SplitRun(Stepper):
         return (
             take_shards(self.module, self.rates)
             | ema
-            | {"counts": {key: getattr(self, key) for key in _COUNTS}}
+            | {
+                "counts": {key: getattr(self, key) for key in _COUNTS},
+                "ticks": self.ticks.state(self.samples),
+            }
         )
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -190,6 +193,7 @@ class SplitRun(Stepper):
         if self.ema is not None:
             self.ema.restore(saved.get("ema"))
         vars(self).update(saved["counts"])
+        go_on(self.session, self.ticks, self.schedule, saved.get("ticks"), self.samples)
         self.meter = Meter(self.session.report, num_warmup(self.num_steps - self.step), self.samples)
 
     def _drops_last(self, batch_size: int) -> bool:

@@ -45,10 +45,11 @@ from mpitrain.strategies.parameter_server.batch_size import PerRound, PerWorker
 from mpitrain.strategies.placement import Roles
 from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.strategies.schedules import Progress
+from mpitrain.strategies.ticks import Ticks
 from mpitrain.strategies.validation_policy import ValidationCadence
 from mpitrain.training.clipping import clipping_of
 from mpitrain.training.measure import brought_by_loop, read_nothing_ahead
-from mpitrain.training.schedule import schedule_of
+from mpitrain.training.schedule import schedule_of, ticks_of
 
 AnyStore = ShardStore | ElasticStore
 
@@ -74,7 +75,8 @@ class RoleBuilder:
         self.strategy, self.roles, self.model = strategy, roles, model
         self.job, self.catalogue, self.num_batches = job, catalogue, num_batches
         self.num_workers = len(roles.workers)
-        self._schedule: Progress | None = None  # that the servers follow
+        self._schedules: dict[int, Progress | None] = {}  # by shard
+        self._ticks: dict[int, Ticks | None] = {}
         self._reduced: ReducedParameters | None = None  # that virtual workers share
 
     def others_of(self, shard: int) -> tuple[int, ...]:
@@ -87,6 +89,15 @@ class RoleBuilder:
     def _epoch_samples(self) -> int:
         return self.catalogue.num_samples if self.catalogue else 0
 
+    def _new_ticks(self) -> Ticks | None:
+        return ticks_of(self.job, self._epoch_samples, self.num_workers) if self.job else None
+
+    def _ticks_of(self, shard: int) -> Ticks | None:
+        """What the server of one shard counts."""
+        if shard not in self._ticks:
+            self._ticks[shard] = self._new_ticks()
+        return self._ticks[shard]
+
     @property
     def _part_samples(self) -> int:
         """Samples that a worker computes at once."""
@@ -96,8 +107,7 @@ class RoleBuilder:
     def store(self, shard: int, optimizer: Optimizer) -> AnyStore:
         """One server's shard of the model."""
         clipping = clipping_of(self.job, self.strategy.clips_mean)
-        if self.strategy.optimizer == "server":
-            self._schedule = schedule_of(self.job, Rates(optimizer), self._epoch_samples, self.num_workers)
+        self._schedules[shard] = schedule_of(self.job, Rates(optimizer), self._ticks_of(shard))
         return shard_store(
             self.model,
             shard,
@@ -127,9 +137,9 @@ class RoleBuilder:
         make = functools.partial(ClippingServer, others=others) if others else FaultTolerantServer
         return make(
             self.strategy, store, self.roles.workers, report, dealer, job.on_nonfinite, self._epoch_samples,
-            self._schedule, job.step_samples, writer,
+            self._schedules.get(shard), job.step_samples, writer,
             delivers=True, floor_s=floor_s, by_heartbeat=by_heartbeat,
-            tables=store if isinstance(store, TabledStore) else None,
+            tables=store if isinstance(store, TabledStore) else None, ticks=self._ticks_of(shard),
         )  # fmt: skip
 
     def loop_server(
@@ -144,12 +154,10 @@ class RoleBuilder:
 
     def local(self, optimizer: Optimizer) -> LocalSteps | None:
         """What a worker does between two reads, as `mpitrain.model.local_steps`."""
-        schedule = None
+        schedule, ticks = None, self._new_ticks()
         if self.strategy.moves:
-            schedule = schedule_of(self.job, Rates(optimizer), self._epoch_samples, self.num_workers)
-        return local_steps(
-            self.model, optimizer, self.strategy, schedule, self._epoch_samples, self.num_workers
-        )
+            schedule = schedule_of(self.job, Rates(optimizer), ticks)
+        return local_steps(self.model, optimizer, self.strategy, schedule, ticks)
 
     def replica(
         self,
@@ -195,10 +203,11 @@ class RoleBuilder:
         if self._reduced is None or not shared:
             job = self.job
             assert job is not None, "an all-reduce around a loop of the user's own"
-            schedule = schedule_of(job, Rates(optimizer), self._epoch_samples, self.num_workers)
+            ticks = self._new_ticks()
+            schedule = schedule_of(job, Rates(optimizer), ticks)
             self._reduced = ReducedParameters(
                 self.model.reduced, optimizer, job.step_samples, self.num_workers,
-                clipping_of(job, self.strategy.clips_mean), schedule, self._epoch_samples,
+                clipping_of(job, self.strategy.clips_mean), schedule, ticks,
             )  # fmt: skip
         return self._reduced
 

@@ -47,6 +47,7 @@ from mpitrain.training.parameter_server.run_role import heartbeat_s, run_role
 from mpitrain.training.resume import about_run, check, make_checkpoint_writer, read_own_part
 from mpitrain.training.resume_options import describe_optimizer, same_codec
 from mpitrain.training.roads import dense_tables, make_dense
+from mpitrain.training.schedule import go_on, report_end_of
 from mpitrain.training.served_tables import save_tables
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.validation import make_measure
@@ -152,7 +153,7 @@ def _serve(
     server = builder.server(shard, store, meter, writer, floor_s, by_heartbeat)
 
     def restore() -> None:
-        restore_shard(resume, server, store, model.layout, shard)
+        _restore_server(session, server, store, model.layout, shard)
         writer.try_out(server.state)
 
     attempt(runtime, restore)
@@ -201,13 +202,22 @@ def _aggregate(session: Session, builder: RoleBuilder) -> dict[str, Any]:
     return {"detail": detail}
 
 
+def _restore_server(session: Session, server: Server, store: AnyStore, layout: Layout, shard: int) -> None:
+    """As `restore_shard`, with what a schedule counts from."""
+    assert server.ticks is not None, "of a job"
+    role = restore_shard(session.resume, server, store, layout, shard)
+    if role is not None:
+        go_on(session, server.ticks, server.schedule, role.get("ticks"), server.applied_samples)
+    report_end_of(session, server.ticks, server.schedule)
+
+
 def restore_shard(
     resume: Checkpoint | None, server: Server, store: AnyStore, layout: Layout, shard: int
-) -> None:
+) -> dict[str, Any] | None:
     """This shard's part, or, with another number of servers, all parts cut anew; counts then are those of the first.
-    The dealing server looks at all parts, for shards are cut at pushes of their own."""
+    The dealing server looks at all parts, for shards are cut at pushes of their own. Returns the state of its role."""
     if resume is None:
-        return
+        return None
     if resume.shards() == layout.num_shards:
         mine = read_own_part(resume, f"shard-{shard}")
     else:
@@ -220,6 +230,7 @@ def restore_shard(
     server.restore(mine["role"])
     if server.leases.dealer is not None:
         server.rejoin(resume.servers())
+    return dict(mine["role"])
 
 
 def _work(
@@ -284,10 +295,23 @@ def attempt_restore(session: Session, worker: Worker, replica: Replica, index: i
 
     def restore() -> None:
         restore_worker(session.resume, worker, replica, index, number, strategy)
+        _restore_ticks(session, replica)
         if worker.writer is not None:
             worker.writer.try_out(worker.state)
 
     attempt(session.runtime, restore)
+
+
+def _restore_ticks(session: Session, replica: Replica) -> None:
+    """What a schedule on the worker counts from, which the dealing server's part says."""
+    if session.resume is None:
+        return
+    role = session.resume.servers()[0]
+    counted = [replica.local.ticks] if replica.local is not None else []
+    counted += [replica.reduced.ticks] if isinstance(replica, HybridReplica) else []
+    for ticks in counted:
+        assert ticks is not None, "of a job"
+        go_on(session, ticks, None, role.get("ticks"), role["applied_samples"])
 
 
 def restore_worker(

@@ -38,7 +38,7 @@ from mpitrain.model.sync_batchnorm import count_batch
 from mpitrain.model.worker_replica import seed_step
 from mpitrain.system import trace
 from mpitrain.training.clipping import clipping_of
-from mpitrain.training.schedule import schedule_of
+from mpitrain.training.schedule import schedule_of, ticks_of
 from mpitrain.training.synchronous.ddp import ParallelModule, weight_among_all
 
 Batch = dict[str, torch.Tensor]
@@ -78,6 +78,7 @@ class Stepper:
         self.job, self.num_replicas, self.epoch_samples = job, num_replicas, epoch_samples
         self.random_key, self.where = random_key, where or self._where
         self.step = self.samples = self.nonfinite = 0
+        self.ticks = ticks_of(job, epoch_samples, num_replicas)
         self.compute_s, self.failure = 0.0, ""
         self._part, self._waited_s = 0, 0.0
         self.loss_scale, self.loss_factor = loss_scale(job.precision), 1.0
@@ -95,7 +96,7 @@ class Stepper:
     def train(self, module: nn.Module, rates: Rates, parallel: ParallelModule | None = None) -> None:
         """Step this module with the optimizer of `rates`."""
         self.module, self.rates, self.optimizer, self.parallel = module, rates, rates.optimizer, parallel
-        self.schedule = schedule_of(self.job, rates, self.epoch_samples, self.num_replicas)
+        self.schedule = schedule_of(self.job, rates, self.ticks)
         self._trainable = [parameter for _, parameter, _ in trainable(module, self.optimizer)]
         self.ema = ema_of(self.job.ema, lambda: self._trainable)
 

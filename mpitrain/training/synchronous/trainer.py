@@ -32,6 +32,7 @@ from mpitrain.training.measure import (
     save_model,
 )
 from mpitrain.training.resume_options import describe_optimizer, same_codec
+from mpitrain.training.schedule import go_on, report_end_of
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints, copied
 from mpitrain.training.synchronous.codec_hooks import CodecHook
@@ -101,6 +102,7 @@ class Trainer:
         if kept is not None:
             self.stepper.failure, self.meter = kept.failure, kept.meter or self.meter
             self.checkpoints.go_on_from(self.stepper.samples)
+        report_end_of(self.session, self.stepper.ticks, self.stepper.schedule)
         self._clock_validations()
         if kept is not None and kept.validating == self.stepper.samples:
             self.validations.repeat()
@@ -159,6 +161,7 @@ class Trainer:
             "optimizer": self.rates.state(),
             "counts": counts,
             "rounds": self.partition.state(),
+            "ticks": stepper.ticks.state(stepper.samples),
             "ema": stepper.ema.state() if stepper.ema else [],
         }
 
@@ -171,6 +174,7 @@ class Trainer:
         stepper.step, stepper.samples = counts["step"], counts["samples"]
         stepper.nonfinite = counts["nonfinite"]
         self.partition.restore(state["rounds"])
+        go_on(self.session, stepper.ticks, stepper.schedule, state.get("ticks"), stepper.samples)
         if stepper.ema is not None:
             stepper.ema.restore(state.get("ema"))
         self.meter = Meter(self.session.report, num_warmup(self.num_steps - stepper.step), stepper.samples)

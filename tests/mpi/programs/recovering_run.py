@@ -3,6 +3,8 @@
 import json
 import sys
 
+import torch
+
 import mpitrain as mt
 from mpitrain.mpi.runtime import start
 from mpitrain.values import parse
@@ -10,8 +12,9 @@ from tests import toy
 
 asked = json.loads(sys.argv[1])
 job = toy.make_job(
-    epochs=6, batch_size=4, checkpoint_every=asked["every"], keep_checkpoints=99, validate=toy.Memory()
-)
+    epochs=6, batch_size=4, checkpoint_every=asked["every"], keep_checkpoints=99, validate=toy.Memory(),
+    scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=24),
+)  # fmt: skip
 result = mt.train(
     job,
     parse(asked["strategy"], "strategy"),
