@@ -29,7 +29,7 @@ from mpitrain.launch.exit_codes import code_of
 from mpitrain.launch.guard import guarded
 from mpitrain.launch.left_behind import remove_left_behind
 from mpitrain.launch.watch import Watch, named, stage_of
-from mpitrain.system import rank_status
+from mpitrain.system import awake, rank_status
 from mpitrain.system.end_requests import EndRequests, asking
 from mpitrain.system.processes import is_gone, send_signal
 from mpitrain.system.rank_status import ENDED, READY, RankStatus
@@ -81,7 +81,7 @@ class Requests:
             self.abort = self.abort or EXIT_INTERRUPTED
         else:
             self.num_ends += 1
-            if self._ends.hear(time.monotonic() if now_s is None else now_s):
+            if self._ends.hear(awake.now_s() if now_s is None else now_s):
                 self.abort, self.at_once = self.abort or EXIT_ENDED_AT_ONCE, True
         self.stop = True
 
@@ -206,7 +206,7 @@ class Supervisor:
         look_s = 0.0
         heard = handed_on = quits = 0
         while (code := _ended(child)) is None:
-            now_s, requests = time.monotonic(), self.requests
+            now_s, requests = awake.now_s(), self.requests
             if requests.abort:
                 return self._end(child, requests.abort, "", True)
             if now_s < look_s and requests.num_heard == heard:
@@ -259,7 +259,9 @@ class Supervisor:
         return self._statuses
 
     def _why_give_up(self, now_s: float) -> str:
-        if self.watch is None or not (reason := self.watch.look(now_s, self._statuses)):
+        if self.watch is None or not (
+            reason := self.watch.look(now_s, self._statuses, awake.clock().num_pauses)
+        ):
             return ""
         if self.watch.died or self.folder is None or rank_status.is_writable(self.folder):
             return reason
@@ -290,8 +292,8 @@ class Supervisor:
         """End ranks that the launcher has left here, and wait until they are gone: they hold what the next start
         needs."""
         left = [one.process for one in self._look().values() if send_signal(one.process, signal.SIGKILL)]
-        deadline_s = time.monotonic() + KILLED_S
-        while not all(map(is_gone, left)) and time.monotonic() < deadline_s:
+        deadline_s = awake.now_s() + KILLED_S
+        while not all(map(is_gone, left)) and awake.now_s() < deadline_s:
             time.sleep(0.02)
 
     def _listened(self) -> bool:
@@ -305,12 +307,12 @@ class Supervisor:
     def _end(self, child: subprocess.Popen[bytes], code: int, reason: str, final: bool) -> Outcome:
         """End the launcher and, through it, its ranks on all hosts; then what is left of them here."""
         statuses = self._look()
-        began_s = time.monotonic()
+        began_s = awake.now_s()
         polite = signal.SIGTERM if self.flavour == "openmpi" else signal.SIGINT
         # Open MPI's takes a second signal for leave to skip its clean-up; the others want several INTs within a second
         next_s = began_s
         while _ended(child) is None:
-            now_s = time.monotonic()
+            now_s = awake.now_s()
             if now_s - began_s > END_GRACE_S or self.requests.at_once:
                 break
             if now_s >= next_s:

@@ -11,7 +11,6 @@ from mpitrain.system.rank_status import READY, STARTED, STARTING_MPI, RankStatus
 
 GONE_GRACE_S = 5.0  # from the death of a rank that has not begun to train to the end of the launcher
 NEVER_HEARD_S = 60.0  # longest wait of all the others, in MPI's start, for a rank that has never reported
-PAUSE_S = 10.0  # a launch that has not looked for so long was suspended itself
 
 
 @dataclass
@@ -31,22 +30,23 @@ class Watch:
     died: bool = False
     silent: bool = False
     _began_s: float | None = None
-    _last_s: float = 0.0
+    _num_pauses: int = 0
     _progress_s: float = 0.0
     _seen_s: dict[int, float] = field(default_factory=dict)
     _gone_s: dict[int, float] = field(default_factory=dict)
     _all_wait_s: float | None = None
     _before: dict[int, RankStatus] = field(default_factory=dict)
 
-    def look(self, now_s: float, statuses: Mapping[int, RankStatus]) -> str:
+    def look(self, now_s: float, statuses: Mapping[int, RankStatus], num_pauses: int = 0) -> str:
         """Why the launch is to be ended; empty as long as it is not. `statuses` may lack a rank that was there
-        before: its file could not be read for a moment."""
+        before: its file could not be read for a moment. `now_s`, `num_pauses`: of a clock that stands while the launch
+        does (`system/awake.py`); after a pause all ranks have their time again."""
         statuses = {**self._before, **statuses}
         if self._began_s is None:
-            self._began_s = self._last_s = self._progress_s = now_s
-        if (pause_s := now_s - self._last_s) > PAUSE_S:
-            self._begin_anew(now_s, self._began_s + pause_s)
-        self._last_s = now_s
+            self._began_s = self._progress_s = now_s
+        if num_pauses > self._num_pauses:
+            self._num_pauses = num_pauses
+            self._begin_anew(now_s, self._began_s)
         for rank, status in statuses.items():
             before = self._before.get(rank)
             if before is None or before.beat != status.beat:

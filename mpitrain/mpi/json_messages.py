@@ -5,7 +5,6 @@ known to be lost, or longer than the deadline for an evicted one.
 """
 
 import contextlib
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.faults.errors import is_dead_peer
 from mpitrain.mpi.json_collectives import from_bytes, to_bytes
 from mpitrain.mpi.operation import Op
+from mpitrain.system import awake
 
 LENGTH_TAG, BODY_TAG, FAREWELL_TAG = 21, 22, 23
 NUM_AT_ONCE = 64  # ranks that rank 0 sends to at a time, all from one buffer
@@ -34,9 +34,9 @@ def gather(
         engine.wait(*_send(engine, 0, to_bytes(value)))
         return None
     values = {0: from_bytes(to_bytes(value))}
-    deadline_s = time.monotonic() + wait_s
+    deadline_s = awake.now_s() + wait_s
     for source in (*sorted(set(range(1, size)) - evicted), *sorted(evicted)):
-        left_s = max(0.0, deadline_s - time.monotonic()) if source in evicted else living_s
+        left_s = max(0.0, deadline_s - awake.now_s()) if source in evicted else living_s
         try:
             values[source] = _receive(engine, source, left_s)
             evicted.discard(source)

@@ -9,13 +9,13 @@ sends for it is as long among ten thousand ranks as among two.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mpitrain.errors import EXIT_USAGE, AgreedError, printable
+from mpitrain.system import awake
 from mpitrain.system.agreement_texts import (
     describe_error,
     difference_text,
@@ -49,7 +49,7 @@ class Ranks:
         self.rank, self.size = rank, size
         self.role = ""
         self.run_dir: Path | None = None
-        self._step, self._stamp_s, self._waiting_s = -1, time.monotonic(), 0.0
+        self._step, self._stamp_s, self._waiting_s = -1, awake.now_s(), 0.0
         self.local_rank, self.num_nodes = 0, 1
         self.nodes: tuple[int, ...] = (0,) * size
         self.hosts, self.processes = [""] * size, [""] * size
@@ -74,24 +74,24 @@ class Ranks:
 
     def stamp(self) -> None:
         """Report progress."""
-        self._stamp_s = time.monotonic()
+        self._stamp_s = awake.now_s()
 
     def stamp_waiting(self) -> None:
         """Report that this rank waits for others."""
-        self._waiting_s = time.monotonic()
+        self._waiting_s = awake.now_s()
 
     @property
     def progress_s(self) -> float:
-        """When this rank last reported progress, by the monotonic clock."""
+        """When this rank last reported progress, by the clock that stands while this process does."""
         return self._stamp_s
 
     def idle_s(self) -> float:
         """Seconds since the last progress."""
-        return time.monotonic() - self._stamp_s
+        return awake.now_s() - self._stamp_s
 
     def stuck_s(self) -> float:
         """Seconds since the last progress or wait for others."""
-        return time.monotonic() - max(self._stamp_s, self._waiting_s)
+        return awake.now_s() - max(self._stamp_s, self._waiting_s)
 
     @property
     def arriving(self) -> bool:
@@ -101,7 +101,7 @@ class Ranks:
     @property
     def waits(self) -> bool:
         """Whether this rank waits for others, or has just done so."""
-        return self.arriving or time.monotonic() - self._waiting_s < WAITS_S
+        return self.arriving or awake.now_s() - self._waiting_s < WAITS_S
 
     def where(self) -> str:
         """ "rank 2 (worker, step 41)", as far as it is known."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from mpitrain.errors import InjectedError, UsageError
-from mpitrain.system import processes
+from mpitrain.system import awake, processes
 from mpitrain.system.draws import LOCK
 from mpitrain.system.ranks import Ranks
 from mpitrain.threads.draws import Draws
@@ -104,12 +103,12 @@ class ThreadRanks(Ranks):
             hub.changed.notify_all()
             if self.rank:
                 return None
-            until_s = time.monotonic() + wait_s
+            until_s = awake.now_s() + wait_s
             while missing := set(range(self.size)) - set(hub.last_words):
                 hub.check()
-                if missing <= self.evicted and time.monotonic() >= until_s:
+                if missing <= self.evicted and awake.now_s() >= until_s:
                     break
-                hub.changed.wait(None if missing - self.evicted else until_s - time.monotonic())
+                hub.changed.wait(None if missing - self.evicted else until_s - awake.now_s())
             self.evicted |= missing
             return {rank: json.loads(text) for rank, text in sorted(hub.last_words.items())}
 

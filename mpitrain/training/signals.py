@@ -16,19 +16,18 @@ import threading
 import time
 from typing import Any
 
-from mpitrain.system import interrupts, rank_status, stacks
+from mpitrain.system import background, interrupts, rank_status, stacks
 from mpitrain.system.end_requests import AGAIN_S, ENDS, EndRequests, asking
 from mpitrain.system.launch_variables import is_rank
 
 _asked = threading.Event()
 _before: dict[int, Any] = {}
 _ends: EndRequests | None = None  # of this run, from its first on
-_timer: threading.Timer | None = None
 _is_command = False
 
 
 def _ask(number: int, _frame: Any) -> None:
-    global _ends, _timer
+    global _ends
     _asked.set()
     rank_status.note_asked()
     if number not in ENDS:
@@ -38,15 +37,14 @@ def _ask(number: int, _frame: Any) -> None:
     if _ends.hear(time.monotonic()):
         _die_of_term()
     elif first and not _ends.patient:
-        _timer = threading.Timer(AGAIN_S, _let_term_end)
-        _timer.daemon = True
-        _timer.start()
+        background.start("ends", _let_term_end, _ends)
 
 
-def _let_term_end() -> None:
-    """From here on SIGTERM ends this process, also while the main thread, the only one in which Python handles signals,
+def _let_term_end(ends: EndRequests) -> None:
+    """In `AGAIN_S` SIGTERM ends this process, also while the main thread, the only one in which Python handles signals,
     is in native code."""
-    if threading.current_thread() is _timer:
+    time.sleep(AGAIN_S)
+    if _ends is ends:
         ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
 
 
@@ -56,10 +54,8 @@ def _die_of_term(*_: Any) -> None:
 
 
 def _forget_ends() -> None:
-    global _ends, _timer
-    if _timer is not None:
-        _timer.cancel()
-    _ends = _timer = None
+    global _ends
+    _ends = None
 
 
 def _interrupt(number: int, frame: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from mpitrain.system.end_requests import AGAIN_S
 from tests.mpi.started import Started
-from tests.ranks import ROOT, find_mpi
+from tests.ranks import ROOT, find_mpi, living
 
 INT, TERM, USR1, HUP, QUIT = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT
 NUM_SAMPLES = 20 * 48
@@ -158,3 +158,19 @@ def test_open_mpis_mpirun_kills_the_ranks_at_term_and_the_periodic_checkpoint_st
     before = run.wait_until_written()
     run.process.send_signal(TERM)
     assert run.code() == 1 and run.checkpoint_at() == before > 0 and run.result() == {}, run.told()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("strategy", ["allreduce()", "async(servers=1)"])
+def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path: Path, strategy: str) -> None:
+    """As by `scontrol suspend`: for longer than the watchdog's time, in the middle of a step that others wait for."""
+    run = Started(tmp_path / "a", "training", "--watchdog-s", "6", "--strategy", strategy, deaf=True)
+    run.wait_until_at(1)
+    stopped = [run.process.pid, *living(run.process.pid, run.ranks)]
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in stopped:
+            os.kill(pid, number)
+        time.sleep(30 if number == signal.SIGSTOP else 0)  # the time is what is tried
+    (tmp_path / "a" / "go").touch()
+    assert run.code() == 0 and run.result()["samples"] == NUM_SAMPLES, run.told()
+    assert "no progress" not in run.told() and "restart" not in run.told()

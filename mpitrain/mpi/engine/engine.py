@@ -6,8 +6,8 @@ thread drives what is outstanding while other threads compute; a thread that wai
 waits for is done, because handing every small collective to another thread and back costs five times the collective.
 Everything that is posted returns an Op at once, from any thread; what MPI has to do for it is queued to the thread
 that drives. A collective that its caller waits for begins in the caller's thread where nothing else is outstanding,
-and ends there if the other ranks are about to arrive; short messages begin there, too (`wakeup.py`). World and process
-group share this class, and a process has one engine (`Runtime.engine`).
+and ends there if the other ranks are about to arrive; short messages begin there, too (`wakeup.py`). A process has one
+engine (`Runtime.engine`), which world and process group share.
 
 The engine never blocks in one operation while others are outstanding: a pipeline posts its receive before the
 matching send on both sides, so an engine that finished one operation before the next would deadlock. Blocking
@@ -16,11 +16,10 @@ like everything else, so a rank that waits for slower ones still moves its other
 own backward pass.
 
 Nothing hangs after an error: the operation that failed completes with `.error` set, and `wait` raises it; if the
-engine itself breaks (an exception in a callback on the communication thread), everything outstanding and everything
-posted later fails with that error.
+engine itself breaks (an exception in a callback), everything outstanding and posted later fails with that error.
 
-A receive buffer must be at least as long as its message. A message that is too long raises ERR_TRUNCATE when it is
-small, but Open MPI 5.0.11 crashes on a long one: send the length ahead, or use fixed lengths.
+A receive buffer must be as long as its message: a longer one raises ERR_TRUNCATE when it is small, but crashes Open MPI
+5.0.11 when it is long, so the length is sent ahead, or fixed.
 """
 
 import contextlib
@@ -38,7 +37,7 @@ from mpitrain.mpi.engine.requests import Progress, withdraw
 from mpitrain.mpi.engine.wakeup import NAP_S, NappingWakeup, Wakeup
 from mpitrain.mpi.failed_ranks import FailedRanks
 from mpitrain.mpi.operation import Op, message_of
-from mpitrain.system import background
+from mpitrain.system import awake, background
 
 _NAPS_FOR_S = 0.01  # after the last traffic
 _CHECK_AGAIN_S = 0.5  # how long a thread sleeps at most without asking whether it still has to
@@ -236,7 +235,7 @@ class Engine:
 
     def wait_any(self, predicate: Callable[[], Any], timeout_s: float | None = None) -> None:
         """Return when `predicate()` holds; inline it is called after every poll, else whenever something completes."""
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline_s = None if timeout_s is None else awake.now_s() + timeout_s
         if self.owns_mpi:
             while not predicate():
                 if not self.poll():
@@ -355,7 +354,7 @@ class Engine:
     def _check(self, deadline_s: float | None) -> None:
         if self._broken is not None:
             raise self._broken
-        if deadline_s is not None and time.monotonic() > deadline_s:
+        if deadline_s is not None and awake.now_s() > deadline_s:
             raise TimeoutError("the deadline passed while waiting for other ranks")
 
     # ---- the communication thread

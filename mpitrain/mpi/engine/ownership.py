@@ -1,13 +1,15 @@
 """Which thread may call MPI: the one that holds this lock, and no other (thread level SERIALIZED).
 
 Invariants: a thread that claims MPI for itself comes before those that drive it for everybody: they give way between
-two polls. This file imports only the standard library.
+two polls.
 """
 
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+
+from mpitrain.system import awake
 
 _GIVES_WAY_S = 1e-4  # between two looks whether another thread has MPI by now
 
@@ -59,4 +61,4 @@ class Ownership:
 
 def left_s(deadline_s: float | None, at_most_s: float) -> float:
     """Seconds to wait for a lock at once, so that a deadline is seen."""
-    return at_most_s if deadline_s is None else min(at_most_s, max(0.0, deadline_s - time.monotonic()))
+    return at_most_s if deadline_s is None else min(at_most_s, max(0.0, deadline_s - awake.now_s()))

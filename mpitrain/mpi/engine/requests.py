@@ -9,7 +9,6 @@ MPI may still write to is kept alive for ever.
 import contextlib
 import heapq
 import itertools
-import time
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from typing import Any
@@ -27,6 +26,7 @@ from mpitrain.mpi.engine.collective_queue import (
 )
 from mpitrain.mpi.failed_ranks import FailedRanks
 from mpitrain.mpi.operation import Op
+from mpitrain.system import awake
 
 
 class Progress:
@@ -309,12 +309,12 @@ class Progress:
     # ---- deadlines
 
     def _set_deadline(self, op: Op, timeout_s: float, fail: Callable[[BaseException], None]) -> None:
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = awake.now_s() + timeout_s
         heapq.heappush(self._deadlines, (deadline_s, next(self._order), op, timeout_s, fail))
 
     def _expire(self) -> None:
         """Fail what has passed its deadline; forget the deadlines of what is done."""
-        while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] < time.monotonic()):
+        while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] < awake.now_s()):
             _, _, op, timeout_s, fail = heapq.heappop(self._deadlines)
             if not op.done:
                 fail(

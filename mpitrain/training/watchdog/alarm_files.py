@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from mpitrain.system import awake
 from mpitrain.system.atomic import write_whole
 from mpitrain.system.folders import make_private
 
@@ -65,8 +66,8 @@ class Alarm:
     def wait(self, living: set[int], patience_s: float, writing_s: float) -> dict[int, str]:
         """What each rank that is done has left as its outcome. Returns when all `living` are done, when `patience_s`
         have passed and no rank writes any more, or after `writing_s`."""
-        began_s = time.monotonic()
-        while (waited_s := time.monotonic() - began_s) < writing_s:
+        began_s = awake.now_s()
+        while (waited_s := awake.now_s() - began_s) < writing_s:
             done = self._ranks("*.done")
             busy = set(self._ranks("*.busy")) - set(done)
             if living.issubset(done) or (waited_s >= patience_s and not busy):
@@ -84,12 +85,12 @@ class Alarm:
 
     def announced(self, wait_s: float) -> EmergencyCheckpoint | None:
         """The checkpoint that is being written; None if there will be none, or none was announced in time."""
-        deadline_s = time.monotonic() + wait_s
+        deadline_s = awake.now_s() + wait_s
         while True:
             with contextlib.suppress(OSError):
                 read = json.loads((self.folder / "checkpoint.json").read_text())
                 return None if read is None else EmergencyCheckpoint(read[0], read[1], tuple(read[2]))
-            if time.monotonic() > deadline_s:
+            if awake.now_s() > deadline_s:
                 return None
             time.sleep(LOOK_EVERY_S)
 

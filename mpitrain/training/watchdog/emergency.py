@@ -22,6 +22,7 @@ from mpitrain.checkpoint import CheckpointWriter
 from mpitrain.checkpoint.part_places import is_there
 from mpitrain.checkpoint.parts import FIRST, folder_of, verify
 from mpitrain.errors import CheckpointError
+from mpitrain.system import awake
 from mpitrain.training.watchdog.alarm_files import LOOK_EVERY_S, Alarm, EmergencyCheckpoint
 
 HOLD_S = 5.0  # longest change of a rank that is not stuck in it, on a machine that is busy
@@ -129,24 +130,22 @@ class Emergency:
                 return
             alarm.announce(checkpoint)
             self.writer.write_now(checkpoint.checkpoint_at, taken.state, checkpoint.parts)
-            deadline_s = time.monotonic() + OTHERS_S
-            while time.monotonic() < deadline_s and not all(
-                is_there(folder, part) for part in checkpoint.parts
-            ):
+            deadline_s = awake.now_s() + OTHERS_S
+            while awake.now_s() < deadline_s and not all(is_there(folder, part) for part in checkpoint.parts):
                 time.sleep(LOOK_EVERY_S)
 
     def _write_further(self, alarm: Alarm) -> None:
         checkpoint = alarm.announced(ANNOUNCED_S)
         if checkpoint is None or self.writer.part not in checkpoint.parts:
             return
-        deadline_s = time.monotonic() + HOLD_S
+        deadline_s = awake.now_s() + HOLD_S
         while True:
             with self.guard.held(HOLD_S) as whole:
                 taken = self._taken(whole)
                 if self.fits(checkpoint, taken):
                     self.writer.write_now(checkpoint.checkpoint_at, taken.state)
                     return
-            if time.monotonic() > deadline_s:
+            if awake.now_s() > deadline_s:
                 raise CheckpointError(
                     f"it is at {taken.samples} samples, step {taken.step}, and the first part is of "
                     f"{checkpoint.checkpoint_at} samples, step {checkpoint.step}"

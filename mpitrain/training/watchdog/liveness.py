@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from mpitrain.system import awake
 from mpitrain.training.watchdog.alarm_files import FOLDER, LOOK_EVERY_S
 
 
@@ -51,11 +52,11 @@ class LivenessCheck:
                 return set()
         except OSError:
             return set()
-        deadline_s = time.monotonic() + patience_s
+        deadline_s = awake.now_s() + patience_s
         while silent := ranks - self._answered_by(number) - {self.rank}:
             if over():
                 return set()
-            if time.monotonic() > deadline_s:
+            if awake.now_s() > deadline_s:
                 return silent
             time.sleep(LOOK_EVERY_S + len(ranks) / 1000)  # all of them may be looking at the folder
             self.answer()  # another rank may have asked in between
