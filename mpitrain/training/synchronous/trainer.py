@@ -102,8 +102,7 @@ class Trainer:
         if kept is not None:
             self.stepper.failure, self.meter = kept.failure, kept.meter or self.meter
             self.checkpoints.go_on_from(self.stepper.samples)
-        report_end_of(self.session, self.stepper.ticks, self.stepper.schedule)
-        self._clock_validations()
+        self._begin()
         if kept is not None and kept.validating == self.stepper.samples:
             self.validations.repeat()
         self._own_before: dict[str, Any] = {}
@@ -114,6 +113,11 @@ class Trainer:
             self, _take_leases=("take leases", trace.OTHER), _settle=("settle", trace.OTHER),
             _look_at_validation=("validate", trace.OTHER),
         )  # fmt: skip
+
+    def _begin(self) -> None:
+        """What is known when the run stands where it goes on from."""
+        report_end_of(self.session, self.stepper.ticks, self.stepper.schedule)
+        self._clock_validations()
 
     def _clock_validations(self) -> None:
         """Where the job counts seconds, the ranks agree on when they validate."""
