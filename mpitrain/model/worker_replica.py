@@ -286,13 +286,18 @@ class Replica:
     @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned; what the coder had kept is dealt out by whoever knows all workers."""
-        buffers = self._buffers if self.shared else [b for b in self.model.module.buffers() if b is not None]
-        for buffer, saved in zip(buffers, state["buffers"], strict=True):
-            buffer.copy_(saved)
+        self.restore_buffers(state)
         if self.local is not None and state["local"] is not None:
             self.local.restore(state["local"])
         if self.server_steps is not None:
             self.server_steps.restore(state.get("remote"))
+
+    @torch.no_grad()
+    def restore_buffers(self, state: dict[str, Any]) -> None:
+        """Take the buffers of what `state` returned."""
+        buffers = self._buffers if self.shared else [b for b in self.model.module.buffers() if b is not None]
+        for buffer, saved in zip(buffers, state["buffers"], strict=True):
+            buffer.copy_(saved)
 
 
 def _copied(tree: Any) -> Any:

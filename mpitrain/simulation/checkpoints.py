@@ -236,10 +236,14 @@ class StepCheckpoints:
 
 
 def parts_in_lockstep(
-    num_ranks: int, state: StateBytes, grid: Grid | None = None, coded: bool = False
+    num_ranks: int, state: StateBytes, grid: Grid | None = None, coded: bool = False, apart: bool = False
 ) -> dict[int, tuple[str, float]]:
     """What ranks write that take the same steps: the first one what all hold; of a split model (`grid`) the ranks of
-    the first replica their parts; and every rank what a codec has kept back (`coded`)."""
+    the first replica their parts; and every rank what a codec has kept back (`coded`), or what its own optimizer
+    remembers (`apart`)."""
+    if apart:
+        own = state.optimizer + state.buffers
+        return {rank: (own_part(rank), own if rank else state.replica) for rank in range(num_ranks)}
     if grid is None:
         kept = state.parameters if coded else 0.0
         ranks = range(num_ranks if coded else 1)

@@ -41,7 +41,7 @@ def simulate_local_sgd(virtual: VirtualRun) -> dict[str, Any]:
         if virtual.checkpoints.are_due:
             first = replicas[0]
             saving = StepCheckpoints(
-                virtual.checkpoints, parts_in_lockstep(number, virtual.state_bytes), lambda: first.samples,
+                virtual.checkpoints, parts_in_lockstep(number, virtual.state_bytes, apart=True), lambda: first.samples,
                 lambda: not first.averager.is_apart,
             )  # fmt: skip
             first.on_settled = saving.look

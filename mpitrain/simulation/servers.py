@@ -22,6 +22,7 @@ from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.model import Replica, check_optimizer, flat_model
 from mpitrain.model.step_hooks import StepHooks
 from mpitrain.model.tabled_shard import TabledStore
+from mpitrain.model.trained_buffers import trained_buffers
 from mpitrain.options import settings_of
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Server
@@ -195,7 +196,7 @@ class _Simulation(VirtualRun):
             # virtual seconds have no scale: nobody is too late, unless somebody is to fall silent
             floor_s = None if self.silence and not self.roles.aggregators else math.inf
             stores = [builder.store(shard, optimizer) for shard in range(len(self.roles.servers))]
-            writers = self._writers(optimizer)
+            writers = self._writers(optimizer, module)
             servers = [
                 builder.server(
                     shard,
@@ -256,11 +257,11 @@ class _Simulation(VirtualRun):
         optimizer = build_optimizer(self.job, builder.model.module, self.options.lr)
         return builder.replica(rank, optimizer, builder.local(optimizer), reader, shared=True)
 
-    def _writers(self, optimizer: torch.optim.Optimizer) -> dict[int, VirtualWriter]:
+    def _writers(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> dict[int, VirtualWriter]:
         """Of the ranks that write a part of a checkpoint."""
         if not self.writes:
             return {}
-        hooked = bool(StepHooks(optimizer, ()))
+        hooked = bool(StepHooks(optimizer, ()) or trained_buffers(module))
         return writers_over_servers(
             self.checkpoints, self.strategy, self.roles, self.parts, self.state_bytes, hooked
         )

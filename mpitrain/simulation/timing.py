@@ -275,7 +275,7 @@ class _Timing:
             for rank, (course, replica) in enumerate(zip(courses, replicas, strict=True))
         ]
         if self.checkpoints.are_due:
-            first, parts = replicas[0], parts_in_lockstep(self.number, self._state_bytes())
+            first, parts = replicas[0], parts_in_lockstep(self.number, self._state_bytes(), apart=True)
             first.on_settled = StepCheckpoints(
                 self.checkpoints, parts, lambda: first.samples, lambda: not first.is_apart
             ).look

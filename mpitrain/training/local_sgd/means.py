@@ -95,7 +95,9 @@ class Means:
         return {"parts": parts, "own": {name: encoder.state() for name, encoder in self._own.items()}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned, on as many ranks."""
+        """Continue from what `state` returned; among another number of ranks nothing is kept, for parts are others."""
+        if any(len(states) != self.size for states in state["parts"].values()):
+            return
         for name, states in state["parts"].items():
             self._parts[name] = [_restored(one) for one in states]
         self._own = {name: _restored(one) for name, one in state["own"].items()}

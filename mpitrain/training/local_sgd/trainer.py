@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from mpitrain.messages import Kind
 from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.training.local_sgd.averager import Ask, Averager
 from mpitrain.training.local_sgd.replica import LocalReplica
-from mpitrain.training.session import Session
+from mpitrain.training.resume_options import describe_optimizer
+from mpitrain.training.session import Session, attempt
+from mpitrain.training.synchronous.checkpoints import StepCheckpoints
 from mpitrain.training.synchronous.ddp import ParallelModule
 from mpitrain.training.synchronous.launch import run_synchronous
+from mpitrain.training.synchronous.recovery_state import RecoveryState
 from mpitrain.training.synchronous.trainer import CopyingTrainer
 from mpitrain.training.validation_parts import gather_parts
 
@@ -81,10 +86,45 @@ class LocalSGDTrainer(CopyingTrainer):
         """As of every synchronous run, with x0, velocities and what rank 0 has rounded off."""
         return super().state() | {"averager": self.averager.state()}
 
+    def own_state(self) -> dict[str, Any]:
+        """What this worker alone holds when all hold the same parameters: its momenta, buffers, and what it has rounded
+        off; that of rank 0 is in `state`."""
+        if self.rank == 0:
+            return {}
+        return {
+            "optimizer": self.rates.state(), "module": dict(self.module.named_buffers()),
+            "means": self.averager.means.state(),
+        }  # fmt: skip
+
+    def _make_checkpoints(self) -> StepCheckpoints:
+        parameters = [f"{name} {tuple(value.shape)}" for name, value in self.module.named_parameters()]
+        return StepCheckpoints(
+            self.session, parameters, describe_optimizer(self.module, self.optimizer), self.state, self.own_state,
+            module=self.module, collectives=self.collectives, own_stands=True,
+        )  # fmt: skip
+
+    def _restore_own(self, kept: RecoveryState | None) -> None:
+        """Of as many workers each goes on with its own; of fewer the first ones do. Who was not there before begins
+        with what the first worker had."""
+        if kept is not None:  # which holds its own
+            return
+        first, mine, number = self.checkpoints.restored_own(self.session)
+        if number == 1 < self.num_workers and first is None:
+            self.session.report.event(
+                "momenta", text="the checkpoint holds the first worker's alone: the others begin with them"
+            )
+        attempt(self.session.runtime, lambda: self._take_own(mine[0] if mine else {}))
+
+    def _take_own(self, own: dict[str, Any]) -> None:
+        if own:
+            self.rates.restore(own["optimizer"])
+            self.averager.means.restore(own["means"])
+            with torch.no_grad():
+                for name, buffer in self.module.named_buffers():
+                    buffer.copy_(own["module"][name])
+
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned. Momenta that were not averaged, and what other ranks had rounded off,
-        were theirs: all go on with rank 0's momenta, and the others with nothing kept.
-        """
+        """Continue from what `state` returned, with rank 0's momenta until this rank's own are there."""
         super().restore(state)
         saved = dict(state["averager"])
         if self.rank != 0:

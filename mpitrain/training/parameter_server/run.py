@@ -23,6 +23,7 @@ from mpitrain.model.hybrid_replica import HybridReplica
 from mpitrain.model.node_sums import ByteBuffers
 from mpitrain.model.step_hooks import StepHooks
 from mpitrain.model.tabled_shard import TabledStore
+from mpitrain.model.trained_buffers import trained_buffers
 from mpitrain.roles import Server, Worker
 from mpitrain.roles.replay import record, recording
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
@@ -141,9 +142,10 @@ def _serve(
     num_pushes = math.ceil(session.total_samples() / (session.job.step_samples * strategy.push_every))
     resume = session.resume
     meter = Meter(session.report, num_warmup(num_pushes), resume.checkpoint_at if resume else 0)
-    # workers with state of their own: the validator's buffers, and everybody's optimizer or residual where there is one
-    # (or hooks, which may change its options)
+    # workers with state of their own: the validator's running statistics, and everybody's optimizer, residual or
+    # trained buffers where there are any (or hooks, which may change its options)
     own = strategy.optimizer == "worker" or not strategy.push_codec.is_none or bool(StepHooks(optimizer, ()))
+    own = own or bool(trained_buffers(model.module))
     writers = roles.workers if own else (roles.validator,)
     writer = make_checkpoint_writer(
         session, f"shard-{shard}", about_this_run, lambda: {"store": store.state()}, writers
@@ -325,8 +327,10 @@ def restore_worker(
     if mine is not None:
         worker.restore(mine["role"])
         replica.restore(mine["replica"])
-    elif replica.server_steps is not None and (first := read_own_part(resume, "worker-0")) is not None:
-        replica.server_steps.restore(first["replica"].get("remote"))  # a worker that was not there before
+    elif (first := read_own_part(resume, "worker-0")) is not None:  # a worker that was not there before
+        replica.restore_buffers(first["replica"])
+        if replica.server_steps is not None:
+            replica.server_steps.restore(first["replica"].get("remote"))
     if isinstance(replica, HybridReplica):  # all workers held the same
         replica.restore_reduced(read_own_part(resume, "worker-0")["replica"])
     if replica.coder is not None and same_codec(resume.about, strategy, "push_wire"):

@@ -2,7 +2,8 @@
 
 Invariants: all ranks decide alike. All know at how many samples the next checkpoint is due; what one rank alone knows
 (that it was asked to end, that time is up) is agreed in one small allreduce every so many steps, about twice a second.
-Rank 0 writes what all ranks share, every other rank what is its own (a codec's residual), if there is any. Of a split
+Rank 0 writes what all ranks share, every other rank what is its own (a codec's residual, a local optimizer's momenta),
+if there is any. Of a split
 model each rank of the first replica writes its part, and no other rank anything. The position in the data is samples,
 so another number of ranks, or of replicas, goes on from there, and residuals are distributed anew.
 """
@@ -33,7 +34,8 @@ class StepCheckpoints:
         session: of the run; parameters: names and shapes, and optimizer: class and groups, which the
             checkpoint holds.
         state: what rank 0 writes: a tree with tensors (copied here).
-        own: what each rank writes beside it, or None.
+        own: what each rank writes beside it, or None; own_stands: it is as `state` is between two steps, so that it can
+            be written when the run stands still.
         grid: who holds which part of a split model.
         module: what is written as "module", if a step leaves its parameters alone until its update; forward passes may
             change its buffers.
@@ -50,6 +52,7 @@ class StepCheckpoints:
         grid: Grid | None = None,
         module: torch.nn.Module | None = None,
         collectives: GroupCollectives | None = None,
+        own_stands: bool = False,
     ):
         kind = session.strategy.family + (f" in {grid.num_parts} parts" if grid else "")
         about = about_run(session, parameters, kind, optimizer)
@@ -72,7 +75,7 @@ class StepCheckpoints:
         self._at = (session.resume.checkpoint_at if session.resume else 0, 0)
         if module is None:
             session.in_emergency(f"{session.strategy}: a step may have put the parts of the model together")
-        elif own is not None and grid is None:
+        elif own is not None and grid is None and not own_stands:
             session.in_emergency(f"{session.strategy}: what the codec keeps back is in the middle of a step")
         else:
             emergency = Emergency(self.writer, self.guard, self._take, lambda: list(self._parts))

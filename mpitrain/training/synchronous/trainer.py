@@ -91,12 +91,7 @@ class Trainer:
         saved = kept.state if kept else self.checkpoints.restored(session)
         if saved is not None:
             attempt(session.runtime, lambda: self.restore(saved))
-            resume, strategy = session.resume, session.strategy
-            alike = kept is not None or (resume and same_codec(resume.about, strategy, "codec"))
-            if self.hook is not None and alike:
-                self.hook.restore_shares(
-                    *(kept.shares(self.num_workers) if kept else self.checkpoints.restored_own(session))
-                )
+            self._restore_own(kept)
         if kept is None:
             attempt(session.runtime, self.checkpoints.try_out)
         if kept is not None:
@@ -132,6 +127,15 @@ class Trainer:
             self.session, parameters, describe_optimizer(self.module, self.optimizer), self.state,
             self.hook.state if self.hook else None, module=self.module, collectives=self.collectives,
         )  # fmt: skip
+
+    def _restore_own(self, kept: RecoveryState | None) -> None:
+        """Continue from what ranks have written each for itself, or have kept."""
+        resume = self.session.resume
+        alike = kept is not None or (resume and same_codec(resume.about, self.session.strategy, "codec"))
+        if self.hook is not None and alike:
+            self.hook.restore_shares(
+                *(kept.shares(self.num_workers) if kept else self.checkpoints.restored_own(self.session))
+            )
 
     def _make_collectives(self) -> GroupCollectives:
         """By which the ranks agree."""
