@@ -38,6 +38,7 @@ from mpitrain.errors import EXIT_INTERRUPTED, AgreedError, MpitrainError, UsageE
 from mpitrain.system import rank_status, stacks
 from mpitrain.system.end_requests import ENDS
 from mpitrain.system.launch_variables import is_rank, launched_rank
+from mpitrain.system.saying import escape_what_cannot_be_printed, say
 
 _DESCRIPTION = """\
 Train PyTorch models over MPI. The job is a Python file, the strategy by which
@@ -114,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     on purpose pass through to the interpreter, and under MPI to the runtime's hook, which ends the job.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    escape_what_cannot_be_printed(sys.stdout, sys.stderr)
     if is_rank():
         stacks.listen()
     if is_rank() and argv[:1] in (["train"], ["sweep"]) and "--dry-run" not in argv:
@@ -128,13 +130,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f" rank {launched_rank()}:" if is_rank() else ""
         if not isinstance(error, UsageError):
             # not by sys.excepthook: under MPI that ends the whole job
-            print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-        print(f"mpitrain: error:{where} {printable(str(error))}", file=sys.stderr, flush=True)
+            say(printable("".join(traceback.format_exception(error))), sys.stderr, end="")
+        say(f"mpitrain: error:{where} {printable(str(error))}", sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         if is_rank():  # die of it: at an orderly exit this rank would wait for the others
             rank_status.reach(rank_status.ENDED, EXIT_INTERRUPTED)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
-        print("mpitrain: interrupted", file=sys.stderr, flush=True)
+        say("mpitrain: interrupted", sys.stderr)
         return EXIT_INTERRUPTED

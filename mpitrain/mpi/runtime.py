@@ -31,6 +31,7 @@ from mpitrain.system import processes, rank_status
 from mpitrain.system.launch_variables import node_key, why_another_job
 from mpitrain.system.node_map import node_indices
 from mpitrain.system.ranks import Ranks
+from mpitrain.system.saying import flush
 
 # Where MPI reports no deaths: the longest wait for others at a collective, and of rank 0 for the last counts of a rank.
 PATIENCE_S, LIVING_S = 900.0, 120.0
@@ -331,7 +332,7 @@ class Runtime(Ranks):
             late = self.fault_tolerance == "heartbeat" and isinstance(error, TimeoutError)
             if not late and (self.fault_tolerance != "ulfm" or not is_lost_peer(error)):
                 raise
-            sys.stdout.flush()  # a rank died after its last message; Finalize would hang one time in four
+            flush(sys.stdout)  # a rank died after its last message; Finalize would hang one time in four
             os._exit(self.exit_code)
 
     def _finish_groups(self) -> None:

@@ -5,6 +5,7 @@ Invariants: what it prints can be lost without loss. Nothing parses it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -12,16 +13,18 @@ import time
 from typing import Any, TextIO
 
 from mpitrain.errors import printable
+from mpitrain.system.saying import say
 
 
 class Console:
     """Progress and events on one stream; silent if `quiet`."""
 
-    def __init__(self, stream: TextIO, quiet: bool) -> None:
+    def __init__(self, stream: TextIO | None, quiet: bool) -> None:
         self._stream, self._quiet, self._drawn = stream, quiet, False
         # mpirun puts a pipe between rank 0 and the terminal; `mpitrain launch` says how wide its own is.
         width = os.environ.get("MPITRAIN_TERMINAL", "") if stream is sys.stderr else ""
-        self.is_terminal = width.isdigit() or (stream.isatty() and os.environ.get("TERM", "dumb") != "dumb")
+        is_drawn_on = _is_terminal(stream) and os.environ.get("TERM", "dumb") != "dumb"
+        self.is_terminal = width.isdigit() or is_drawn_on
         self._columns = int(width) if width.isdigit() else None
 
     def progress(self, text: str, share: float | None, left_s: float | None) -> None:
@@ -61,8 +64,13 @@ class Console:
             self._drawn = False
 
     def _say(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        say(text, self._stream, end="")
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    with contextlib.suppress(ValueError):  # it is closed
+        return stream is not None and stream.isatty()
+    return False
 
 
 def short(value: Any) -> str:

@@ -28,7 +28,9 @@ from mpitrain.reporting.listeners import call, open_logs
 from mpitrain.reporting.rows import METRICS_FILE, METRICS_SCHEMA
 from mpitrain.system.atomic import write_durable
 from mpitrain.system.folders import make_private
+from mpitrain.system.optional import reason
 from mpitrain.system.run_directory import position_of
+from mpitrain.system.saying import say
 
 # 3 called a missed target `fail`; 2 said `meetings`, `lead_max` and `workers_detail`, 1 also `metrics_are` for
 # `metrics_reduction`
@@ -76,6 +78,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """
     text = json.dumps(plain(content), indent=2, sort_keys=True, allow_nan=False)
     with writing(path):
+        make_private(path.parent)  # the run's, which somebody may have removed
         write_durable(path, f"{text}\n".encode())
 
 
@@ -226,21 +229,19 @@ class Report:
         more = {"samples_per_second_per_worker": rate_per_worker(result), "schema": RESULT_SCHEMA}
         write_json(self.run_dir / "result.json", {**result, **more})
         if line:
-            print(line, flush=True)
+            say(line, sys.stdout)
 
     def close(self) -> None:
         """Give the terminal line and the metrics file back, with or without a result. May be called twice."""
         self._console.clear()
         if not self._metrics.closed:
-            try:
+            with self._guard(METRICS_FILE):
                 self._metrics.flush()
                 os.fsync(self._metrics.fileno())
-            except OSError as error:
-                self._say_unwritten(error)
             with contextlib.suppress(OSError):
                 self._metrics.close()
         for log in self._logs:
-            with contextlib.suppress(OSError):
+            with self._guard(log.place):
                 log.close()
 
     def _write(self, event: str, row: dict[str, Any]) -> None:
@@ -249,25 +250,25 @@ class Report:
 
     def _put(self, event: str, row: dict[str, Any]) -> None:
         stamped = {"time": date(), "t": round(self._clock() - self._start_s, 3), "event": event, **row}
-        try:
+        with self._guard(METRICS_FILE):
             self._metrics.write(json.dumps(stamped | self._schema, allow_nan=False) + "\n")
             self._schema = {}
             self._metrics.flush()  # whoever watches the file, or finds it after a crash, sees every row
-        except OSError as error:
-            self._say_unwritten(error)
         for log in self._logs:
-            try:
+            with self._guard(log.place):
                 log.row(stamped)
-            except OSError as error:
-                self._say_unwritten(error, log.place)
         call(self._callbacks, stamped)
 
-    def _say_unwritten(self, error: OSError, what: str = METRICS_FILE) -> None:
-        """Once for each file: a run goes on without rows of its metrics."""
-        if what not in self._unwritten:
-            self._unwritten.add(what)
-            path, reason = self.run_dir / what, error.strerror or error
-            self._console.event(f"warning: {path} cannot be written ({reason}); rows of it are lost")
+    @contextlib.contextmanager
+    def _guard(self, what: str) -> Iterator[None]:
+        """Once for each file it is told what goes wrong: a run goes on without rows of its metrics."""
+        try:
+            yield
+        except Exception as error:
+            if what not in self._unwritten:
+                self._unwritten.add(what)
+                text = f"{self.run_dir / what} cannot be written ({reason(error)}); rows of it are lost"
+                self._console.event(f"warning: {text}")
 
     def _left_s(self, samples: int, now_s: float) -> float | None:
         done = samples - self._start_samples

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from mpitrain.effects import Effect, Recv, Role, replaced, watched
 from mpitrain.errors import UsageError
 from mpitrain.messages import Alive, AskAverage, Away, Claim, Divide, Message, Note, Over, PullRows
-from mpitrain.reporting.report import writing
-from mpitrain.system.atomic import replaced as replaced_file
+from mpitrain.system.optional import optional
 from mpitrain.system.run_directory import RUN_FILE
 
 UNRECORDED = (Note, Alive, Away)
@@ -79,15 +79,17 @@ class OrderFile:
     """The order of one shard's server, written beside the run's results while the run goes on.
 
     Invariants: memory holds `NUM_HELD` senders at most, however long the run is. The file bears its name only when it
-    is whole.
+    is whole. A run can do without it: where it cannot be written, there is none.
     """
 
     NUM_HELD = 4096
 
-    def __init__(self, path: Path, temporary: Path):
-        self._path, self._held, self._separator = path, list[int](), "["
-        with writing(path):
-            self._file = open(temporary, "w")  # noqa: SIM115 - it stays open as long as the run
+    def __init__(self, path: Path):
+        self._path, self._temporary = path, path.with_name(f".{path.name}.tmp")
+        self._held, self._separator = list[int](), "["
+        self._file: TextIO | None = None
+        with optional(path):
+            self._file = open(self._temporary, "w")  # noqa: SIM115 - it stays open as long as the run
 
     def append(self, sender: int, /) -> None:
         """One more message, from this rank."""
@@ -96,37 +98,52 @@ class OrderFile:
             self._flush()
 
     def _flush(self) -> None:
-        with writing(self._path):
-            if self._held:
-                self._file.write(self._separator + ", ".join(map(str, self._held)))
-                self._held, self._separator = [], ", "
+        if self._held:
+            self._write(self._separator + ", ".join(map(str, self._held)))
+            self._held, self._separator = [], ", "
+
+    def _write(self, text: str) -> None:
+        file, self._file = self._file, None  # a record with a gap is none
+        if file is None:
+            return
+        try:
+            with optional(self._path):
+                file.write(text)
+                self._file = file
+        finally:
+            if self._file is None:
+                _give_back(file)
 
     def finish(self) -> None:
         """Write the end."""
         self._flush()
-        with writing(self._path):
-            self._file.write("[]\n" if self._separator == "[" else "]\n")
-            self._file.close()
+        self._write("[]\n" if self._separator == "[" else "]\n")
+        file, self._file = self._file, None
+        if file is not None:
+            with optional(self._path):
+                file.close()
+                os.replace(self._temporary, self._path)
 
     def close(self) -> None:
         """Also where the run has failed."""
+        if self._file is not None:
+            _give_back(self._file)
         with contextlib.suppress(OSError):
-            self._file.close()
+            self._temporary.unlink(missing_ok=True)
+
+
+def _give_back(file: TextIO) -> None:
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 @contextlib.contextmanager
 def recording(run_dir: Path, shard: int) -> Iterator[OrderFile]:
-    """The file of one shard's server, which is there when the block ends well.
-
-    Raises:
-        OutputError: the disk is full or not writable.
-    """
-    path = run_dir / f"arrivals-{shard}.json"
-    with replaced_file(path) as temporary:
-        order = OrderFile(path, temporary)
-        with contextlib.closing(order):
-            yield order
-            order.finish()
+    """The file of one shard's server, which is there when the block ends well and it could be written."""
+    order = OrderFile(run_dir / f"arrivals-{shard}.json")
+    with contextlib.closing(order):
+        yield order
+        order.finish()
 
 
 def load_order(run_dir: Path, shard: int) -> list[int]:

@@ -18,6 +18,7 @@ from mpitrain.simulation.comparison_text import comparison_text
 from mpitrain.simulation.servers import simulate_again, simulate_job
 from mpitrain.strategies.base import Strategy
 from mpitrain.system.atomic import check_output, write_whole
+from mpitrain.system.saying import say
 from mpitrain.training.job_file import load_job
 from mpitrain.values import parse
 from mpitrain.virtual import ComputeLaw, Costs, NetworkLaw
@@ -81,7 +82,7 @@ def simulate_command(request: Request) -> int:
     runs = Comparison(job, options, compute, network, costs, request.timing_only, asked)
     found = runs.run(strategies or [job.strategy], sorted(set(request.workers)))
     if not options.quiet:
-        print(printable(comparison_text(found)), file=sys.stderr, flush=True)
+        say(printable(comparison_text(found)), sys.stderr)
     if request.json:
         write_whole(Path(request.json), json.dumps(found, indent=1, sort_keys=True) + "\n")
     if request.html:

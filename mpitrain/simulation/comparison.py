@@ -40,6 +40,7 @@ from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.model_parallel.base import Split
+from mpitrain.system.saying import say
 from mpitrain.system.trace import read_steps
 from mpitrain.training.judge import asked_for
 from mpitrain.training.measure import build_module
@@ -132,12 +133,12 @@ class Comparison:
         folder = self.run_dir / f"{index:02d}-{_file_name(str(strategy))}-{number}"
         row: dict[str, Any] = {"strategy": str(strategy), "workers": number}
         if not self.options.quiet:
-            print(f"simulating {strategy} on {number} workers", file=sys.stderr, flush=True)
+            say(f"simulating {strategy} on {number} workers", sys.stderr)
         try:
             if self.timing_only:
                 found = self.timed(strategy, number, folder)
                 if not isinstance(strategy, AllReduce | Split):  # whose report has printed it
-                    print(fom_line(found), flush=True)
+                    say(fom_line(found), sys.stdout)
             else:
                 found = self._trained(job, number, folder)
         except UsageError as error:

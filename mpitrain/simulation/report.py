@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from mpitrain.reporting.report import Report
+from mpitrain.system.saying import say
 from mpitrain.training.measure import relative_deviation
 from mpitrain.training.session import report_end
 from mpitrain.virtual import VirtualWorld
@@ -89,10 +90,8 @@ class VirtualLog:
         """Print the curve and the histogram, write `result.json`, print the FOM line."""
         report_end(self.report, result)
         if not self.quiet:
-            print(
-                render(self.curve, result.get("staleness_histogram", {}), result.get("staleness_mean", 0.0)),
-                file=sys.stderr,
-            )
+            histogram = result.get("staleness_histogram", {})
+            say(render(self.curve, histogram, result.get("staleness_mean", 0.0)), sys.stderr)
         self.report.finish(result)
 
 

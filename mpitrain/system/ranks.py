@@ -24,6 +24,7 @@ from mpitrain.system.agreement_texts import (
     error_text,
     texts_of,
 )
+from mpitrain.system.saying import say
 
 WAITS_S = 1.0  # a rank counts as waiting for so long after it has last said so
 
@@ -195,7 +196,7 @@ class Ranks:
         """Collective: every rank raises AgreedError with the text and the exit code that rank 0 brings."""
         text, code = self.broadcast(told)
         if self.rank == 0:
-            print(printable(text), file=sys.stderr, flush=True)
+            say(printable(text), sys.stderr)
         raise AgreedError(text, code)
 
     # ---- what carries roles

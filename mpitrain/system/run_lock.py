@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from mpitrain.errors import OutputError, UsageError
 from mpitrain.system import background
 from mpitrain.system.run_directory import read_bounded
+from mpitrain.system.saying import say
 
 LOCK_FILE, LAUNCH_LOCK_FILE = "lock", "launch-lock"
 REFRESH_S = 5.0
@@ -152,7 +153,7 @@ class RunLock:
     def _report_waiting(self, holder: dict[str, Any]) -> None:
         waits = f"waiting to see whether it lives, up to {QUIET_S:g} s"
         message = f"mpitrain: {self.path} is held by {_name(holder)}: {waits}"
-        print(message, file=sys.stderr, flush=True)
+        say(message, sys.stderr)
 
     def _refuse(self, holder: dict[str, Any]) -> None:
         raise UsageError(

@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from mpitrain.errors import UsageError
 from mpitrain.system.atomic import write_whole
+from mpitrain.system.optional import optional
 
 STEP, COMPUTE, OPTIMIZER, READ, CODEC = "step", "compute", "optimizer", "reader", "codec"
 WAIT, COMMUNICATION, SERVER, OTHER = "wait", "communication", "server", "other"
@@ -193,12 +193,8 @@ class Trace:
         self._record(False)
         self.written = True
         if self.events:
-            try:
+            with optional(self.path):
                 write_whole(self.path, json.dumps(self.content()) + "\n", tag=str(os.getpid()))
-            except OSError as error:  # no reason to end the training
-                print(
-                    f"mpitrain: {self.label}: cannot write {self.path}: {error}", file=sys.stderr, flush=True
-                )
         self.events.clear()
 
     def content(self) -> dict[str, Any]:

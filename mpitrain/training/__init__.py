@@ -19,6 +19,7 @@ from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.strategies.model_parallel.sharded import Sharded
 from mpitrain.strategies.model_parallel.tensor import TensorParallel
 from mpitrain.system.interrupts import interruptible
+from mpitrain.system.saying import flush
 from mpitrain.training.job_file import load_job
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def train_command(
         code = error.exit_code
     except BaseException as error:
         runtime.end_job(error)
-    sys.stdout.flush()
+    flush(sys.stdout)
     runtime.exit_code = code
     runtime.finish()
     signals.ignore()

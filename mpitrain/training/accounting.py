@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.reporting.report import METRICS_FILE, writing
+from mpitrain.reporting.report import METRICS_FILE
 from mpitrain.system.energy import EnergyMeter
 from mpitrain.system.legs import FILE, begin_leg, end_leg, joules_by_slurm, read_legs, totals
+from mpitrain.system.optional import optional
 from mpitrain.system.ranks import Ranks
 
 
@@ -36,11 +37,9 @@ class Account:
 
         Args:
             source: the run directory from whose checkpoint it goes on.
-        Raises:
-            OutputError: the disk is full or not writable.
         """
         if self._is_first:
-            with writing(self._run_dir / FILE):
+            with optional(self._run_dir / FILE):
                 begin_leg(self._run_dir, self._attempt, self._hosts, self._run_dir / METRICS_FILE, source)
 
     def counted(self) -> dict[str, Any]:
@@ -55,13 +54,11 @@ class Account:
 
         Args:
             parts: what `counted` has said on every rank that answers, among other things.
-        Raises:
-            OutputError: the disk is full or not writable.
         """
         source, joules = "slurm", joules_by_slurm()
         if joules is None:
             nodes = [part["joules"] for part in parts if "joules" in part]
             source, joules = "rapl", sum(nodes) if nodes and None not in nodes else None
-        with writing(self._run_dir / FILE):
+        with optional(self._run_dir / FILE):
             end_leg(self._run_dir, self._attempt, wall_s, joules)
         return totals(read_legs(self._run_dir), source)

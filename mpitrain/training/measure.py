@@ -39,6 +39,7 @@ from mpitrain.model.sync_batchnorm import sync_batchnorm
 from mpitrain.model.user_code import check_made_optimizer, check_module, named_part
 from mpitrain.reporting.report import writing
 from mpitrain.system.atomic import durably_replaced
+from mpitrain.system.folders import make_private
 
 if TYPE_CHECKING:
     from mpitrain.roles.protocols import Report
@@ -186,6 +187,8 @@ def save_one_by_one(
     metadata: dict[str, str],
 ) -> None:
     """As `save_tensors`, of tensors that are asked for one after another, in the order of `order_of`."""
+    with writing(path):
+        make_private(path.parent)  # the run's, which somebody may have removed
     with writing(path), durably_replaced(path) as temporary, open(temporary, "wb") as file:
         file.write(header(described, metadata))
         for name in order_of(described):

@@ -7,6 +7,7 @@ is not.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from mpitrain.checkpoint import Checkpoint, CheckpointWriter
 from mpitrain.errors import CheckpointError
 from mpitrain.inject import FileFault
 from mpitrain.strategies.checkpoint_policy import read_policy
+from mpitrain.system.saying import say
 from mpitrain.training import signals
 from mpitrain.training.resume_options import changed_options, chosen, refuse_others
 from mpitrain.training.session import Session
@@ -79,7 +81,7 @@ def make_checkpoint_writer(
     faults = {(one.name, one.at_write) for one in orders if isinstance(one, FileFault) and one.part == part}
 
     def warn(text: str) -> None:
-        print(f"mpitrain: warning: {text}", flush=True)
+        say(f"mpitrain: warning: {text}", sys.stdout)
 
     return CheckpointWriter(
         session.run_dir,

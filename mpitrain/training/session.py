@@ -30,7 +30,9 @@ from mpitrain.strategies.placement import Roles, assign
 from mpitrain.strategies.validation_policy import ValidationPolicy, read_validation_policy
 from mpitrain.system import rank_status, trace
 from mpitrain.system.error_record import forget_reports
+from mpitrain.system.folders import make_private
 from mpitrain.system.launch_variables import launched_server_nodes
+from mpitrain.system.optional import optional
 from mpitrain.system.run_directory import RUN_FILE, RUN_SCHEMA, Identity
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training import signals
@@ -181,9 +183,11 @@ class Session:
             requeue = self.run_dir / REQUEUE_FILE
             if result["exit_code"] == EXIT_REQUEUE:
                 with writing(requeue):
+                    make_private(self.run_dir)
                     requeue.write_text(f"{result['samples']}\n")
             else:
-                requeue.unlink(missing_ok=True)
+                with optional(requeue):
+                    requeue.unlink(missing_ok=True)
             self.report.finish(result)
         share = self.runtime.broadcast_living if living else self.runtime.broadcast
         shared = share(without_rows(result) if result is not None else None)

@@ -32,6 +32,7 @@ from mpitrain.system.run_directory import (
     wait_for_room,
 )
 from mpitrain.system.run_lock import RunLock
+from mpitrain.system.saying import say
 from mpitrain.training.agree import attempt
 from mpitrain.training.find_checkpoint import find, identify
 from mpitrain.training.synchronous.checkpoints import copied
@@ -107,7 +108,7 @@ class LoopRun:
             ) from error
         if moved is not None:
             text = f"mpitrain: checkpoints of an earlier run in {run_dir} are now in {moved}"
-            print(text, file=sys.stderr, flush=True)
+            say(text, sys.stderr)
         return identity
 
 
@@ -167,7 +168,7 @@ def keep_allreduce(runtime: Runtime, found: Checkpoint | None, about: dict[str, 
     plan.adopt(before)
     if before is not None and runtime.rank == 0 and (noted := plan.differences(before)):
         text = "; ".join(f"{name}: {value}" for name, value in noted.items())
-        print(f"mpitrain: allreduces of the resumed loop: {text}", file=sys.stderr, flush=True)
+        say(f"mpitrain: allreduces of the resumed loop: {text}", sys.stderr)
     about["allreduce"] = plan.state()
 
 
@@ -247,7 +248,7 @@ def write_shard(
             state = {"role": role, "store": store.state()}
             write_part(folder_of(run_dir, order.checkpoint_at), part, state, identity, parts, about)
         except CheckpointError as error:
-            print(f"mpitrain: warning: {error}", file=sys.stderr, flush=True)
+            say(f"mpitrain: warning: {error}", sys.stderr)
             return
         if parts:
             prune(run_dir, asked["keep"], order.checkpoint_at, identity)

@@ -118,7 +118,7 @@ def test_a_disk_that_is_full_costs_the_trace_only(tmp_path, capsys):
     start(tmp_path / "not there")
     trace.begin_step(2)
     trace.finish()
-    assert "cannot write" in capsys.readouterr().err
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_a_trace_has_a_largest_size(tmp_path, monkeypatch):

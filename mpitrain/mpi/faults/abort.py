@@ -32,6 +32,7 @@ from mpitrain.mpi.faults.error_report import RankInfo, class_of, report
 from mpitrain.mpi.faults.errors import is_lost_peer
 from mpitrain.system import processes, rank_status
 from mpitrain.system.error_record import exit_code, is_interrupt
+from mpitrain.system.saying import flush
 
 _ALARM_S = 10
 _REVOKE_WAIT_S = 1.0
@@ -92,7 +93,7 @@ def end_job(rank: JobRank, error: BaseException) -> NoReturn:
     if isinstance(error, AgreedError):  # rank 0 has printed it; all ranks are here, so an orderly end works
         _set_alarm()
         rank.finish()
-        sys.stdout.flush()
+        flush(sys.stdout)
         os._exit(code)
     report(rank, error)
     _set_alarm()
@@ -132,8 +133,7 @@ def end_without_finalize(rank: JobRank) -> NoReturn:
     """
     json_messages.await_farewells(rank.engine, rank.rank, rank.size, rank.evicted)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+        flush(stream)
     if rank.rank == 0 or rank.fault_tolerance == "heartbeat":
         for evicted in rank.evicted:  # stopped ones on this host; MPI has no other way to end them
             processes.send_signal(rank.processes[evicted], signal.SIGKILL)

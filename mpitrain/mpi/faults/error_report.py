@@ -28,6 +28,7 @@ from mpitrain.mpi.faults.errors import CalledOffError, is_lost_peer
 from mpitrain.system import rank_status
 from mpitrain.system.error_record import is_interrupt, write_record
 from mpitrain.system.folders import make_private
+from mpitrain.system.saying import flush
 from mpitrain.system.tracebacks import own_part
 
 _DRAIN_S = 2.0
@@ -127,8 +128,7 @@ def _print(rank: RankInfo, text: str) -> None:
     """Write to the process's stderr itself: torch.distributed gives hooks a sys.stderr that is lost when the process
     ends."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the pipe's reader is gone, or the stream is closed
-            stream.flush()
+        flush(stream)
     data = "".join(f"[rank {rank.launched_rank}] {line}\n" for line in printable(text).splitlines()).encode(
         errors="replace"
     )

@@ -33,6 +33,7 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.system import background, rank_status
 from mpitrain.system.error_record import exit_code, write_record
 from mpitrain.system.launch_variables import node_name
+from mpitrain.system.saying import flush, say
 from mpitrain.system.tracebacks import own_part
 from mpitrain.threads.draws import Draws
 from mpitrain.threads.hub import CalledOffError, Hub
@@ -198,21 +199,17 @@ def threads_command(load: Callable[[], Job], overrides: Overrides, num_threads: 
         code = error.exit_code
     except KeyboardInterrupt as error:
         code = exit_code(error)
-        print("mpitrain: interrupted", file=sys.stderr, flush=True)
+        say("mpitrain: interrupted", sys.stderr)
     except MpitrainError as error:
         code = error.exit_code
-        print(printable(f"mpitrain: error: {error}{_where(error)}"), file=sys.stderr, flush=True)
+        say(printable(f"mpitrain: error: {error}{_where(error)}"), sys.stderr)
     except Exception as error:
         code = exit_code(error)
-        print(printable(own_part(error)), end="", file=sys.stderr, flush=True)
-        print(
-            printable(f"mpitrain: {type(error).__name__}: {error}{_where(error)}"),
-            file=sys.stderr,
-            flush=True,
-        )
+        say(printable(own_part(error)), sys.stderr, end="")
+        say(printable(f"mpitrain: {type(error).__name__}: {error}{_where(error)}"), sys.stderr)
     rank_status.reach(rank_status.ENDED, code)
     signals.ignore()
-    sys.stdout.flush()
+    flush(sys.stdout)
     if any(thread.name.startswith("mpitrain-rank-") for thread in threading.enumerate()):
         os._exit(code)  # one that does not come to its end must not be in torch while that is unloaded
     return code
@@ -227,7 +224,7 @@ def _record(ranks: ThreadRanks, error: BaseException) -> None:
     try:
         write_record(ranks, ranks.run_dir, error)
     except OSError as failure:  # the error itself is what has to be reported
-        print(f"mpitrain: could not write the error report: {failure}", file=sys.stderr, flush=True)
+        say(f"mpitrain: could not write the error report: {failure}", sys.stderr)
 
 
 def _copied(job: Job) -> Job:

@@ -11,6 +11,7 @@ import json
 
 from mpitrain.mpi.allreduce_plan import AUTO
 from mpitrain.reporting.report import write_json
+from mpitrain.system.optional import optional
 from mpitrain.system.run_directory import RUN_FILE
 from mpitrain.training.session import Session
 
@@ -28,7 +29,8 @@ def settle_allreduce(session: Session) -> None:
     if runtime.rank != 0:
         return
     path = session.run_dir / RUN_FILE
-    write_json(path, json.loads(path.read_text()) | {"allreduce": {**plan.state(), "chosen": chosen}})
+    with optional(f"{path} (how allreduces are carried)"):
+        write_json(path, json.loads(path.read_text()) | {"allreduce": {**plan.state(), "chosen": chosen}})
     noted = plan.differences(session.resume.about.get("allreduce") if session.resume else None)
     if noted:
         session.report.event("allreduce", **noted)

@@ -31,7 +31,9 @@ from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.placement import Roles
 from mpitrain.system import background
 from mpitrain.system.folders import make_private
+from mpitrain.system.optional import optional
 from mpitrain.system.processes import place, send_signal
+from mpitrain.system.saying import say
 from mpitrain.training.watchdog.alarm_files import Alarm
 from mpitrain.training.watchdog.emergency import Emergency
 from mpitrain.training.watchdog.liveness import LivenessCheck
@@ -120,18 +122,25 @@ class Watchdog:
         while not self._over.wait(self.look_s):
             if self.runtime.arriving:
                 self.runtime.stamp_waiting()
-            self.liveness.answer()
+            with optional("the answer of the watchdog"):
+                self.liveness.answer()
             if self._is_stuck():
                 self._end_job(seen)
                 return
             if (silent := self._who_is_silent()) and not self._others_end(silent):
                 self._end_job(seen, silent)
                 return
-            if not seen and (stuck := self.alarm.raised_by()):
+            if not seen and (stuck := self._alarmed()):
                 seen = True
                 self._write(
                     f"{self.runtime.where()}: rank {stuck[0]} saw no progress, and asks all for their stacks"
                 )
+
+    def _alarmed(self) -> list[int]:
+        """Who has raised the alarm; nobody, while the run directory is away."""
+        with contextlib.suppress(OSError):
+            return self.alarm.raised_by()
+        return []
 
     def _is_stuck(self) -> bool:
         if self.runtime.stuck_s() > self.timeout_s:
@@ -158,7 +167,7 @@ class Watchdog:
     def _is_settled(self, idle_s: float) -> bool:
         """Whether the liveness check may end early: a rank that has raised the alarm does not answer, but waits for
         our stacks."""
-        return self._over.is_set() or self.runtime.idle_s() < idle_s or bool(self.alarm.raised_by())
+        return self._over.is_set() or self.runtime.idle_s() < idle_s or bool(self._alarmed())
 
     def _given_up(self) -> set[int]:
         return {
@@ -186,7 +195,7 @@ class Watchdog:
         for rank in silent:
             if send_signal(self._process(rank), signal.SIGKILL):
                 text = f"{self._named({rank})} stands still and was ended; the others go on"
-                print(f"mpitrain: {self.runtime.where()}: {text}", file=sys.stderr, flush=True)
+                say(f"mpitrain: {self.runtime.where()}: {text}", sys.stderr)
         return True
 
     def _process(self, rank: int) -> str:
