@@ -102,6 +102,8 @@ def _ask_mpi(original: Any) -> Any:
         ours = _is_ours(backend)
         by_us = init_method is None or (init_method == "env://" and "RANK" not in os.environ)
         names_ranks = len(args) > 1 or kwargs.get("store") is not None  # the first is the timeout
+        if ours and by_us and not names_ranks and _group().meets_elsewhere(_world_size(kwargs)):
+            init_method, by_us = "env://", False
         if by_us and not names_ranks and _is_mixed(backend):
             init_method = f"{SCHEME}://"
         if ours and by_us and not names_ranks:
@@ -112,6 +114,13 @@ def _ask_mpi(original: Any) -> Any:
             _tell(None, asked)
 
     return init_process_group
+
+
+def _world_size(options: Any) -> int:
+    """What the caller or, where it leaves that out, the environment says; 0 where neither does."""
+    asked = options.get("world_size", -1)
+    told = os.environ.get("WORLD_SIZE", "")
+    return int(asked if asked > 0 else told if told.isdigit() and "MASTER_ADDR" in os.environ else 0)
 
 
 def _with_a_store(original: Any) -> Any:

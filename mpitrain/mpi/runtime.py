@@ -12,6 +12,7 @@ import contextlib
 import os
 import socket
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -73,6 +74,24 @@ def start_group(ranks_per_group: int) -> Runtime:
     group.local_rank = whole.local_rank
     _runtime = group
     return group
+
+
+def start_part(members: Sequence[int]) -> Runtime:
+    """Collective over these ranks of MPI's world alone, in this order: a runtime of theirs, which `start()` returns
+    from here on. The others may do what they like, but MPI ends on all ranks together."""
+    global _runtime
+    world = MPI.COMM_WORLD
+    tag = zlib.crc32(repr(list(members)).encode()) & 0x7FFF
+    part = Runtime(world.Create_group(world.group.Incl(list(members)), tag))
+    part.connect()
+    atexit.register(part.finish)
+    _runtime = part
+    return part
+
+
+def started() -> Runtime | None:
+    """This process's runtime, if it has one."""
+    return _runtime
 
 
 def end_group(whole: Runtime, group: Runtime) -> None:

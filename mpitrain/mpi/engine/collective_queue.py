@@ -19,6 +19,7 @@ have been allowed to block.
 
 import functools
 import hashlib
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -30,6 +31,8 @@ from mpitrain.errors import MismatchError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.operation import Op
 
+AGREEMENT_S = 30.0  # for ranks that differ to say what they call: one may have died since, or may be none
+_unanswered: list[Any] = []
 LEFT_GROUP = "no collective: it has left the group"
 Task = Generator[
     Iterable[Op], None, Any
@@ -156,7 +159,16 @@ def _describe_mismatch(control_comm: "MPI.Comm", what: str) -> str:
     text = np.frombuffer(what.encode()[: own.size], dtype=np.uint8)
     own[: text.size] = text
     every = np.empty((control_comm.size, own.size), dtype=np.uint8)
-    control_comm.Allgather([own, MPI.UINT8_T], [every, MPI.UINT8_T])
+    request = control_comm.Iallgather([own, MPI.UINT8_T], [every, MPI.UINT8_T])
+    deadline_s = time.monotonic() + AGREEMENT_S
+    while not request.Test():
+        if time.monotonic() > deadline_s:
+            _unanswered.append((request, own, every))  # MPI may write there as long as the process lives
+            return (
+                f"the ranks of this group call different collectives: this one {what}, and within {AGREEMENT_S:g} s "
+                "not all of the others have said what they call"
+            )
+        time.sleep(0.001)
     calls: dict[str, list[int]] = {}
     for rank, row in enumerate(every):
         calls.setdefault(row.tobytes().rstrip(b"\0").decode(errors="replace"), []).append(rank)

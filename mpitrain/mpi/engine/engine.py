@@ -32,6 +32,7 @@ from typing import Any
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.backoff import Backoff, yield_core
 from mpitrain.mpi.engine.collective_queue import Announcement, PendingCollective
+from mpitrain.mpi.engine.forks import refuse_children_of
 from mpitrain.mpi.engine.ownership import Ownership, left_s
 from mpitrain.mpi.engine.requests import Progress, withdraw
 from mpitrain.mpi.engine.wakeup import NAP_S, NappingWakeup, Wakeup
@@ -52,29 +53,35 @@ class Engine:
         self.comm, self.tolerant = comm, tolerant or ulfm
         self.listens_to_each = self.tolerant  # worlds post a receive for each peer, not one for all of them
         self.on_wait: Callable[[], None] = lambda: None  # called again and again while a thread waits
-        self._progress = Progress(self._notify, FailedRanks() if ulfm else None)
+        self._begin(FailedRanks() if ulfm else None)
         self._backoff = Backoff()
+        self._thread_wakeup = NappingWakeup()  # for the communication thread
+        self._driver_wakeup = Wakeup()  # for the waiting thread that drives
+        self._stopping = False
+        self.waited_s = 0.0  # seconds for which threads that compute have waited for other ranks
+        self.who = "" if comm.size == 1 else f"rank {comm.rank} of {comm.size}"
+        refuse_children_of(self)
+
+    def _begin(self, deaths: FailedRanks | None) -> None:
+        self._progress = Progress(self._notify, deaths)
         self._commands: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._mpi = Ownership()  # once there is a communication thread
         self._driving = threading.Lock()  # held by the one waiting thread that drives MPI
-        self._thread_wakeup = NappingWakeup()  # for the communication thread
-        self._driver_wakeup = Wakeup()  # for the waiting thread that drives
-        self._stopping = False
         self._finished = threading.Condition()
         self._num_asleep = 0  # threads that wait while another one drives; changed under `_finished`
         self._broken: BaseException | None = None
-        self.waited_s = 0.0  # seconds for which threads that compute have waited for other ranks
+
+    def refuse(self, error: Exception) -> None:
+        """In a forked child: whatever is posted fails with `error`, and what is under way is the parent's."""
+        self._of_parent = self._progress  # kept: to free its requests would be a call of MPI
+        self._begin(None)
+        self._broken = error
 
     # ---- posting
 
     def isend(
-        self,
-        buffer: Any,
-        dest: int,
-        tag: int,
-        comm: "MPI.Comm | None" = None,
-        timeout_s: float | None = None,
+        self, buffer: Any, dest: int, tag: int, comm: "MPI.Comm | None" = None, timeout_s: float | None = None
     ) -> Op:
         """Send `buffer` (a tensor, or anything mpi4py takes as a message) to rank `dest` of `comm`."""
         op = Op("send", message_of(buffer), dest, tag)
@@ -82,14 +89,9 @@ class Engine:
         return self.post(op, lambda: target.Isend(op.buffer, dest, tag), timeout_s)
 
     def irecv(
-        self,
-        buffer: Any,
-        source: int,
-        tag: int,
-        comm: "MPI.Comm | None" = None,
-        passive: bool = False,
+        self, buffer: Any, source: int, tag: int, comm: "MPI.Comm | None" = None, passive: bool = False,
         timeout_s: float | None = None,
-    ) -> Op:
+    ) -> Op:  # fmt: skip
         """Receive into `buffer` from rank `source`, or, unless the job may go on without ranks that die, from whichever
         sends first. `passive`: the message may never come, so no thread stays awake for it."""
         if source == MPI.ANY_SOURCE and self.tolerant:
@@ -114,15 +116,9 @@ class Engine:
         return self.submit_collective(lambda may_block: function(), control_comm)
 
     def submit_collective(
-        self,
-        function: Callable[[bool], Any],
-        control_comm: "MPI.Comm",
-        what: str = "",
-        balance: int = 0,
-        timeout_s: float | None = None,
-        quiet: bool = False,
-        blocks: bool = True,
-    ) -> Op:
+        self, function: Callable[[bool], Any], control_comm: "MPI.Comm", what: str = "", balance: int = 0,
+        timeout_s: float | None = None, quiet: bool = False, blocks: bool = True,
+    ) -> Op:  # fmt: skip
         """`collective` with everything that `collective_queue.py` offers: `function(may_block)` may block in MPI only
         if `may_block`, which no rank's may unless it `blocks` on all, and may return a Task that yields the Ops it
         waits for. The Op fails with a MismatchError where `what` or `balance` does not fit those of the other ranks.
@@ -290,6 +286,7 @@ class Engine:
         otherwise wait for ranks that wait for these. Nested ones, and all of them where no communication thread runs,
         do nothing. What is posted inside, by this thread, is driven by its own waits."""
         if self.owns_mpi:
+            self._check(None)
             yield
             return
         while not self._take():

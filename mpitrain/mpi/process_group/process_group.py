@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.errors import AgreedError, UsageError
+from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.process_group.data_movement import DataMovement
 from mpitrain.mpi.process_group.point_to_point import PointToPoint
 from mpitrain.mpi.process_group.reductions import Reductions
 from mpitrain.mpi.process_group.work import MpiWork
-from mpitrain.mpi.runtime import Runtime, start
+from mpitrain.mpi.runtime import Runtime, start, start_part, started
 from mpitrain.torch_backend import BACKEND
 
 
@@ -126,8 +127,13 @@ def _export_ranks(runtime: Runtime) -> None:
 
 def create(options: Any, backend_options: Any = None) -> "MpiProcessGroup":
     """The creator that torch.distributed calls, on the members of a new group only."""
+    members = _members_of_a_part(options)
+    if members and started() is None:
+        start_part(members)
     runtime = start()
-    if not runtime.torch_ranks or not dist.is_initialized():
+    if members and runtime.size > len(members):
+        runtime.torch_ranks = tuple(members)
+    elif not runtime.torch_ranks or not dist.is_initialized():
         _learn_ranks(runtime, options)
     ranks = [runtime.torch_ranks[rank] for rank in options.global_ranks_in_group] or list(runtime.torch_ranks)
     if options.group_size != len(ranks) or ranks[options.group_rank] != runtime.rank:
@@ -149,6 +155,49 @@ def creating(kind: "type[MpiProcessGroup]") -> Iterator[None]:
         yield
     finally:
         _kind = before
+
+
+def _members_of_a_part(options: Any) -> list[int]:
+    """The MPI ranks of a default group of fewer ranks than MPI has, in the order of torch's; the members alone meet, in
+    the store that they were given. Empty for any other group."""
+    known = started() or MPI.COMM_WORLD
+    size, rank = known.size, known.rank
+    if options.global_ranks_in_group or options.group_size >= size:
+        return []
+    store, timeout = options.store, options.timeout
+    if isinstance(getattr(store, "_underlying_non_prefix_store", store), dist.HashStore):
+        raise UsageError(_no_meeting(options.group_size))
+    store.set(f"mpi-rank-{options.group_rank}", str(rank))
+    try:
+        store.wait([f"mpi-rank-{member}" for member in range(options.group_size)], timeout)
+    except RuntimeError as error:
+        raise UsageError(
+            f"world_size={options.group_size} of {size} MPI ranks: not all of them have come to this group's store "
+            f"within {timeout.total_seconds():g} s; give all members one init_method= or store="
+        ) from error
+    return [int(store.get(f"mpi-rank-{member}")) for member in range(options.group_size)]
+
+
+def meets_elsewhere(world_size: int) -> bool:
+    """Whether a default group of so many ranks, for which no store is given, is of a part of MPI's, which meets at
+    torch's MASTER_ADDR.
+
+    Raises:
+        UsageError: it is, and there is no such place.
+    """
+    if not 0 < world_size < (started() or MPI.COMM_WORLD).size:
+        return False
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        raise UsageError(_no_meeting(world_size))
+    return True
+
+
+def _no_meeting(world_size: int) -> str:
+    size = (started() or MPI.COMM_WORLD).size
+    return (
+        f"torch.distributed was given a world of {world_size}, but MPI started {size} ranks: leave rank and world_size "
+        "out for a group of all of them; for one of a part give its members one init_method= or store=, where they meet"
+    )
 
 
 def _learn_ranks(runtime: Runtime, options: Any) -> None:
