@@ -273,13 +273,16 @@ def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
         raise
     ranks.agree(None)
 
-    def say(line: str) -> None:
+    def tell(line: str) -> None:
         console.clear()
-        print(printable(f"note: {line}"))
+        print(printable(line))
+
+    def say(line: str) -> None:
+        tell(f"note: {line}")
 
     pace = Pace(console, f"packing into {directory}", "samples", ranks.size)
     try:
-        manifest, written = pack(source, directory, options, ranks=ranks, progress=pace, say=say)
+        manifest, written = pack(source, directory, options, ranks=ranks, progress=pace, say=say, tell=tell)
     finally:
         console.clear()
     if ranks.rank == 0:

@@ -124,9 +124,11 @@ def describe(
         "",
     ]
     if isinstance(job.strategy, Split):
-        return "\n".join(lines + describe_split(job, overrides, nodes, catalogue.num_samples, module))
+        split = describe_split(job, overrides, nodes, catalogue.num_samples, module)
+        return "\n".join([*lines, *split, "", *_seen(job, catalogue)])
     hosts = machine.hosts if machine else ()
-    lines += [*_placement(roles, nodes, hosts), "", *_data(job, overrides, catalogue, roles), ""]
+    lines += [*_placement(roles, nodes, hosts), "", *_data(job, overrides, catalogue, roles)]
+    lines += [*_seen(job, catalogue), ""]
     return "\n".join(lines + _messages(job, roles, module, optimizer, catalogue))
 
 
@@ -214,6 +216,21 @@ def _data(job: Job, overrides: Overrides, catalogue: Catalogue, roles: Roles) ->
             f"            {pushes} batches dealt as leases, about {pushes / num_workers:.0f} a "
             "worker; any worker may read any shard"
         )
+    return lines
+
+
+def _seen(job: Job, catalogue: Catalogue) -> list[str]:
+    """What the samples are like, and what is surprising about them."""
+    from mpitrain.data.preflight import look
+
+    found = [("samples", look(job.data, catalogue))]
+    if job.validate is not None and job.validate is not job.data:
+        found.append(("validation", look(job.validate, job.validate.scan())))
+    lines = []
+    for what, seen in found:
+        lines.append(f"{what:<12}{seen.summary()}")
+        lines += [f"            {line}" for line in seen.lines()]
+        lines += [f"            warning: {line}" for line in seen.warnings()]
     return lines
 
 

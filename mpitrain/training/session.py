@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mpitrain.checkpoint import Checkpoint
 from mpitrain.data import Catalogue
+from mpitrain.data.preflight import look
 from mpitrain.data.read.reader import Source
 from mpitrain.errors import EXIT_REQUEUE, AgreedError, UsageError
 from mpitrain.inject import Straggler
@@ -251,6 +252,7 @@ def prepare(
             (run_dir / "env.json").write_text(text + "\n")
         write_json(run_dir / RUN_FILE, _how_started(session, job_file))
         _describe_start(session)
+        _describe_data(session)
         for name, fields in opened.events:
             session.report.event(name, **fields)
     begin_trace(runtime, job, session.role, run_dir)
@@ -341,6 +343,22 @@ def _threads(session: Session) -> dict[str, int]:
     """How many replicas are threads of one process, where they are."""
     number = session.runtime.num_threads
     return {} if number is None else {"threads": number}
+
+
+def _describe_data(session: Session) -> None:
+    """What the samples are like, which one rank finds out for all, and what is surprising about them."""
+    job = session.job
+    found = [("train", look(job.data, session.catalogue))]
+    if job.validate is not None and session.validation is not None and job.validate is not job.data:
+        found.append(("validate", look(job.validate, session.validation)))
+    for what, seen in found:
+        why_not = {"why_not": seen.why_not} if seen.why_not else {}
+        session.report.event(
+            "data", of=what, samples=seen.num_samples, files=seen.num_files, looked_at=seen.looked_at, **why_not,
+            arrays="; ".join(seen.lines()),
+        )  # fmt: skip
+        for text in seen.warnings():
+            session.report.event("warning", text=f"data of {what}: {text}")
 
 
 def _describe_start(session: Session) -> None:

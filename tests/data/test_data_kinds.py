@@ -381,22 +381,6 @@ def test_a_wrong_source_or_option_is_answered(tmp_path, monkeypatch, capsys, wor
     assert code == 2 and message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_ranks_that_each_believe_to_be_alone_write_nothing(tmp_path, monkeypatch):
-    """A launcher of another MPI: the environment tells of two ranks, MPI of one."""
-    import mpitrain.mpi.runtime as runtime
-
-    class Alone:
-        size = 1
-
-        def end_job(self, error):
-            raise error
-
-    monkeypatch.setattr(runtime, "start", Alone)
-    for name, value in (("RANK", "1"), ("SIZE", "2")):
-        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    assert main(["data", "pack", "digits", str(tmp_path / "out")]) == 2 and not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("module", "name", "extra"),
     [("PIL", "images", "images"), ("pyarrow", "a.csv", "table"), ("pyarrow", "a.parquet", "table")],

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import inspect
 import os
 import resource
 from pathlib import Path
@@ -210,15 +211,19 @@ def test_a_shard_that_changed_while_the_pack_was_interrupted_is_written_again(tm
     assert pack(ARRAYS, directory, OPTIONS, "test")[1] and sums(directory) == whole
 
 
+def looks_before() -> bool:
+    return any(frame.function == "look_at_columns" for frame in inspect.stack(0))
+
+
 class Broken(ArraySource):
-    """A source whose disk goes at the n-th read."""
+    """A source whose disk goes at the n-th read of a chunk; samples that are looked at before are none."""
 
     def __init__(self, good_reads: int):
         super().__init__(ARRAYS, "test")
         self.good_reads = good_reads
 
     def read(self, start: int, count: int) -> dict[str, np.ndarray]:
-        self.good_reads -= 1
+        self.good_reads -= not looks_before()
         if self.good_reads < 0:
             raise KeyboardInterrupt
         return super().read(start, count)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from mpitrain.data.datasets.named_columns import NamedColumns
 from mpitrain.data.datasets.samples import Samples
 from mpitrain.data.datasets.streams import Stream
 from mpitrain.data.read.reader import Source
@@ -31,6 +32,8 @@ def as_source(value: Any, **options: Any) -> Source | None:
         return source
     if isinstance(value, IterableDataset):
         return Stream(value, **options)
+    if isinstance(value, Mapping):
+        return Samples(NamedColumns(value), **options)
     return Samples(value, **options) if is_map_style(value) else None
 
 

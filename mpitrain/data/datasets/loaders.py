@@ -21,6 +21,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from mpitrain.data.datasets.as_source import as_source, is_source
+from mpitrain.data.datasets.named_columns import refuse_arrays
 from mpitrain.data.datasets.reader import LoaderOptions
 from mpitrain.data.datasets.wrapped import Transformed, Weighted
 from mpitrain.data.read.reader import Source
@@ -46,6 +47,7 @@ def adopt(key: str, value: Any, transform: Transform | None = None) -> Adopted:
     """
     if isinstance(value, Transformed) and value.by_job:  # of a job that this one is made of
         value = value.source
+    refuse_arrays(value.dataset if isinstance(value, DataLoader) else value, f"Job: {key}")
     if isinstance(value, DataLoader):
         adopted = _from_loader(f"Job: {key}'s DataLoader", value, trains=key != "validate")
     elif (source := as_source(value)) is not None:
@@ -54,7 +56,7 @@ def adopt(key: str, value: Any, transform: Transform | None = None) -> Adopted:
         what = f"{type(value).__module__.split('.')[0]}'s {type(value).__name__}"
         raise UsageError(
             f"Job: {key} must be mpitrain.Shards(...), mpitrain.Synthetic(...), or a Dataset or DataLoader of torch, "
-            f"got {what}. Arrays by name, or any iterable of samples, are written into shards once, "
+            f"or a dict of arrays, got {what}. Any other iterable of samples is written into shards once, "
             'mpitrain.pack(samples, "data/mine"), and read with mpitrain.Shards("data/mine/train-*.h5")'
         )
     if key == "validate" and isinstance(adopted.source, Weighted):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data.datasets.collate import Collate, collate, describe
+from mpitrain.data.datasets.named_columns import refuse_arrays
 from mpitrain.data.datasets.reader import DatasetReader, LoaderOptions, catalogue_of
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.format.columns import IntArray
@@ -62,6 +63,7 @@ class Samples(Batched):
                 f"Samples: {type(self.dataset).__name__} has no length or no samples by index; define __len__ and "
                 "__getitem__, or make it an IterableDataset"
             )
+        refuse_arrays(self.dataset, "Samples")
         LoaderOptions.of(self).check("Samples")
         for key in ("chunk_samples", "window_chunks"):
             value = getattr(self, key)

@@ -98,8 +98,9 @@ class ShardFiles:
         first = (chunk - int(self._first_chunk[index])) * info.chunk_samples
         return index, first, min(info.chunk_samples, info.num_samples - first)
 
-    def read(self, chunk: int, into: Mapping[str, NDArray[np.generic]]) -> None:
-        """Decode a chunk; its rows land at the start of each (contiguous, long enough) array of `into`.
+    def read(self, chunk: int, into: Mapping[str, NDArray[np.generic]]) -> int:
+        """Decode a chunk; its rows land at the start of each (contiguous, long enough) array of `into`; returns how
+        many they are.
 
         Of a variable array `x` the entries land in `x`, and where each sample begins and ends there in `x_offsets`.
 
@@ -118,6 +119,7 @@ class ShardFiles:
             begin, count = _span(spans, len(into[name]), name, where)
             self._read_run(shard, name, begin, into[name][:count], where)
             spans -= begin
+        return rows
 
     def _read_array(
         self, shard: _OpenShard, name: str, first: int, into: NDArray[np.generic], where: _Where

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.data.datasets.named_columns import refuse_arrays
 from mpitrain.data.format.columns import (
     Columns,
     Ragged,
@@ -126,6 +127,7 @@ def as_source(samples: Any, name: str, variable: Collection[str] = ()) -> Source
     """
     if isinstance(samples, Source | Stream):
         return samples
+    refuse_arrays(samples, name)
     if isinstance(samples, Mapping):
         return ArraySource(columns_of(samples, variable, name), name)
     if hasattr(samples, "__len__") and hasattr(samples, "__getitem__") and not isinstance(samples, str):

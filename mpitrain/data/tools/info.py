@@ -10,6 +10,7 @@ from mpitrain.data.format.catalogue import OFFSETS, ArraySpec, Catalogue
 from mpitrain.data.format.filters import filters_of
 from mpitrain.data.format.layout import open_shard
 from mpitrain.data.format.manifest import Manifest
+from mpitrain.data.preflight import look
 from mpitrain.data.read.chunk_cache import slots_for
 from mpitrain.data.read.shards import Shards
 from mpitrain.system.outside import CAREFUL, Trust, at_home
@@ -25,7 +26,8 @@ def info(pattern: str, trust: Trust = CAREFUL) -> Iterator[str]:
     """
     if at_home(pattern).is_dir():
         pattern = os.path.join(pattern, "*.h5")
-    catalogue = Shards(pattern, allow_external=trust.allow_external, max_gib=trust.max_gib).scan()
+    shards = Shards(pattern, allow_external=trust.allow_external, max_gib=trust.max_gib)
+    catalogue = shards.scan()
     sizes = [os.path.getsize(file.path) for file in catalogue.files]
     for file, size in list(zip(catalogue.files, sizes))[:MAX_FILES]:
         yield f"{file.path}: {file.num_samples} samples, {file.chunk_samples} to a chunk, {size / 2**20:.1f} MiB"
@@ -44,6 +46,10 @@ def info(pattern: str, trust: Trust = CAREFUL) -> Iterator[str]:
         f"reading: chunks of {catalogue.chunk_bytes / 2**20:.2f} MiB; windows of {catalogue.window_chunks} of them mix"
         f" about {catalogue.window_samples} samples and take up to {memory / 2**20:.1f} MiB"
     )
+    seen = look(shards, catalogue)
+    yield f"values: {seen.summary()}"
+    yield from (f"  {line}" for line in seen.lines())
+    yield from (f"warning: {line}" for line in seen.warnings())
     for folder in sorted({os.path.dirname(file.path) for file in catalogue.files}):
         if manifest := Manifest.read(Path(folder), trust.allow_external):
             yield f"index: {folder}: {_recipe(manifest)}"

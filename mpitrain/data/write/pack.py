@@ -30,6 +30,7 @@ from mpitrain.data.format.manifest import (
     file_sha256,
     make_room,
 )
+from mpitrain.data.preflight import look_at_columns
 from mpitrain.data.read.order import SPLIT, keyed_bits
 from mpitrain.data.sources import Source, SourceOptions, Stream, as_source, open_source
 from mpitrain.data.sources.noted import Noted
@@ -46,7 +47,7 @@ Progress = Callable[[int, int | None], None]  # samples done and to do, of this 
 
 
 def _warn(line: str) -> None:
-    warnings.warn(line, stacklevel=3)
+    warnings.warn(line, stacklevel=4)
 
 
 def pack(
@@ -58,6 +59,7 @@ def pack(
     ranks: Ranks = ALONE,
     progress: Progress = lambda *_: None,
     say: Say = _warn,
+    tell: Say = lambda _: None,
     **settings: Any,
 ) -> tuple[Manifest, bool]:
     """Write samples as shards into `directory`; under several ranks all of them call it.
@@ -71,7 +73,8 @@ def pack(
         source: what the index calls them.
         ranks: who else packs; `mpitrain.mpi.runtime.start()` under MPI.
         progress: called now and then with how far this rank is.
-        say: called on rank 0 with each line about what was left out, turned or lost; without it they are warnings.
+        say: called on rank 0 with each line about what is surprising, left out, turned or lost; without it they are
+            warnings. tell: with each line about what the samples are.
     Returns:
         The index, and whether anything was written (False: the same pack was already there).
     Raises:
@@ -91,9 +94,7 @@ def pack(
         raise
     ranks.agree(None)
     if plan is not None:
-        for line in plan.source.remarks() if ranks.rank == 0 else ():
-            say(line)
-        plan.source.noted.counts.clear()  # of the samples that were looked at, which are read again
+        _look_before(plan, ranks, say, tell)
         found = _pack_source(plan, directory, ranks, progress)
         noted = Noted.merged(ranks.allgather(plan.source.noted.counts))
         for line in noted.lines() if ranks.rank == 0 else ():
@@ -101,6 +102,23 @@ def pack(
         return found
     assert isinstance(origin, Stream)
     return _pack_stream(origin, directory, options, ranks, progress)
+
+
+def _look_before(plan: Plan, ranks: Ranks, say: Say, tell: Say) -> None:
+    """On rank 0: what the samples are about to become, what is left out of them, and what is surprising."""
+    error = None
+    if ranks.rank == 0:
+        try:
+            seen = look_at_columns(plan.source, plan.specs)
+            tell(f"{plan.source.name}: {seen.summary()}")
+            for line in seen.lines():
+                tell(f"  {line}")
+            for line in (*plan.source.remarks(), *seen.warnings()):
+                say(line)
+        except Exception as failure:
+            error = failure
+    plan.source.noted.counts.clear()  # of the samples that were looked at, which are read again
+    ranks.agree(error)
 
 
 def _open(samples: Any, name: str | None, options: SourceOptions) -> Source | Stream:
