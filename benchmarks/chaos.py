@@ -20,7 +20,8 @@ signal    4 jobs asked to end by SIGUSR1 to the launcher: how soon they have, wi
           launch goes on from there exactly.
 stop      one of four workers is stopped (SIGSTOP) for 10 s: the others' rate of batches meanwhile over before.
 counting  launches of every strategy, with and without ULFM, of which one to three ranks, servers included, are killed
-          from outside at any moment, start-up included: every sample counted (`chaos_counting.py`).
+          from outside at any moment, start-up included: every sample counted (`chaos_counting.py`). With `--levels`
+          of the strategies with servers alone, two or three of them, started in each of these ways in turn.
 accuracy  digits (`mpitrain data pack digits data/digits`) with one of four workers killed a third of the way, against
           undisturbed, both pooled over the seeds; over MPI, or in virtual time with `--virtual`.
 """
@@ -41,7 +42,7 @@ from typing import Any
 
 import torch
 from chaos_allreduce import run_allreduce
-from chaos_counting import run_counting
+from chaos_counting import LEVELS, run_counting
 from chaos_kills import run_kills
 from chaos_launch import HERE, finish, launch, notes
 from chaos_relaunch import run_server, run_signal, run_writing
@@ -229,6 +230,7 @@ def main() -> None:
         help="of the writing part (default: kills / 5); a fifth as many of the server part",
     )
     parser.add_argument("--launches", type=int, help="of the counting part (default: kills)")
+    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=(), help="of the counting part")
     every = ["files", "writing", "server", "signal", "stop", "counting", "accuracy", "kills", "allreduce"]
     parser.add_argument("--parts", nargs="+", choices=every, default=every)
     options = parser.parse_args()
@@ -247,7 +249,7 @@ def main() -> None:
     if "stop" in options.parts:
         run_stop()
     if "counting" in options.parts:
-        run_counting(launches, options.seed)
+        run_counting(launches, options.seed, options.levels)
     if "accuracy" in options.parts:
         for strategy in ("async()",) if options.virtual else ("async()", "allreduce()"):
             run_accuracy(strategy, seeds, options.virtual)

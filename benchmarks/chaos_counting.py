@@ -6,6 +6,10 @@ drawn instants, half of them within an undisturbed launch's length, start-up inc
 launch that ends with an error, as those do that lose a rank before there is a checkpoint, is launched again by hand
 with `--resume auto`. What must come out of it is known: weights that count every sample once an epoch, or, where a
 model is split or peers mix parameters, the bits of an undisturbed run.
+
+`--levels` takes the strategies with servers alone, and in turn the ways to start them that are named: `ulfm`, `none`
+(a death ends the launch's job, which is started again), `heartbeat` (MPICH under srun, on the tests' own Slurm) and
+`threads` (the one process is killed, and started again by hand).
 """
 
 from __future__ import annotations
@@ -16,14 +20,17 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from chaos_launch import HERE, finish, launch
+from chaos_launch import HERE, finish, launch, search_path
 from common import table, write_row
 from safetensors.torch import load_file
 
@@ -31,6 +38,11 @@ JOB = HERE / "counting_job.py"
 NUM_SAMPLES, EPOCHS = 240, 3  # counting_job.py's
 MOST_KILLS = 3
 MARK = "COUNTING_FOLDER"
+ANY_LEVEL = ("ulfm", "none")  # of all strategies
+LEVELS = ("ulfm", "none", "heartbeat", "threads")  # of those with servers
+RANKED = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=", b"COUNTING_ALONE=")
+HEARTBEAT_S = 10
+DOCUMENTED = {0, 1, 2, 3, 4, 75, 130, 143}
 
 
 class Setting(NamedTuple):
@@ -85,7 +97,7 @@ def ranks_of(folder: Path) -> list[int]:
         with contextlib.suppress(OSError):
             environment = (path / "environ").read_bytes()
             stat = (path / "stat").read_text().rsplit(")", 1)[1].split()
-            ours = f"{MARK}={folder}".encode() in environment and b"OMPI_COMM_WORLD_RANK=" in environment
+            ours = f"{MARK}={folder}".encode() in environment and any(mark in environment for mark in RANKED)
             if ours and stat[0] != "Z" and b"python" in (path / "cmdline").read_bytes():
                 found.append(int(path.name))
     return found
@@ -96,7 +108,58 @@ def start(folder: Path, setting: Setting, num_servers: int, level: str, resume: 
     strategy, ranks = setting.launched(num_servers)
     env = {MARK: str(folder), "COUNTING_KIND": setting.kind, "OMP_NUM_THREADS": "1"}
     words = ["--strategy", strategy, "--watchdog-s", "60", *(["--resume", "auto"] if resume else [])]
+    if level in ("threads", "heartbeat"):
+        return start_otherwise(folder, ranks, setting.workers, level, words, env)
     return launch(folder, ranks, JOB, words, "", env, level)
+
+
+def start_otherwise(
+    folder: Path, ranks: int, workers: int, level: str, words: list[str], env: dict[str, str]
+) -> Any:
+    """In one process, or under srun with MPICH."""
+    train = ["train", str(JOB), "--quiet", "--run-dir", str(folder), *words]
+    if level == "threads":
+        command = [sys.executable, "-m", "mpitrain", *train, "--threads", str(workers)]
+        env |= {"COUNTING_ALONE": "1"}
+    else:
+        python = Path(os.environ["MPITRAIN_MPICH_VENV"]) / "bin" / "python"
+        command = [
+            "salloc",
+            "--quiet",
+            "--nodes=1",
+            f"--ntasks={ranks}",
+            str(python),
+            "-m",
+            "mpitrain",
+            "launch",
+        ]
+        command += ["--ft", level, "-n", str(ranks), *train, "--heartbeat-s", str(HEARTBEAT_S)]
+        env |= {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "out", "w") as out:
+        return subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": search_path(), **env},
+            start_new_session=True,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def slurm() -> Iterator[None]:
+    """The tests' own Slurm, of one node, for as long as it is needed."""
+    sys.path.insert(0, str(HERE.parent))
+    from tests.slurm.cluster import Cluster, why_not
+
+    if reason := why_not():
+        raise SystemExit(reason)
+    with tempfile.TemporaryDirectory(prefix="mini-slurm-") as scratch:
+        cluster = Cluster(Path(scratch, "cluster"), num_nodes=1)
+        cluster.root.mkdir()
+        cluster.up()
+        os.environ |= cluster.env
+        try:
+            yield
+        finally:
+            cluster.down()
 
 
 def has_begun(folder: Path) -> bool:
@@ -173,29 +236,45 @@ def account(result: dict[str, Any], dropped: bool = False) -> list[str]:
     return wrong
 
 
-def run_counting(num_launches: int, seed: int) -> None:
+def run_counting(num_launches: int, seed: int, levels: Sequence[str] = ()) -> None:
     """The campaign: settings in turn, levels in turn, servers and kills drawn; one row of results, of the launches so
-    far where it is interrupted."""
+    far where it is interrupted. `levels`: of the settings with servers, of which there are two or three then."""
     rows: list[dict[str, Any]] = []
     try:
-        _launch_all(num_launches, seed, rows)
+        with slurm() if "heartbeat" in levels else contextlib.nullcontext():
+            _launch_all(num_launches, seed, rows, levels)
     except KeyboardInterrupt:
         print(f"interrupted after {len(rows)} of {num_launches} launches")
-    _sum_up(rows)
+    _sum_up(rows, "counting by level" if levels else "counting", seed)
 
 
-def _launch_all(num_launches: int, seed: int, rows: list[dict[str, Any]]) -> None:
+def drawn(number: int, levels: Sequence[str]) -> tuple[Setting, str]:
+    """What launch number `number` trains by, and how it is started."""
+    if not levels:
+        return SETTINGS[number % len(SETTINGS)], ANY_LEVEL[number // len(SETTINGS) % 2]
+    served = [one for one in SETTINGS if "{servers}" in one.strategy]
+    return served[number // len(levels) % len(served)], levels[number % len(levels)]
+
+
+def _launch_all(num_launches: int, seed: int, rows: list[dict[str, Any]], levels: Sequence[str]) -> None:
     undisturbed: dict[str, tuple[float, dict[str, torch.Tensor]]] = {}
     for number in range(num_launches):
         draw = random.Random(f"{seed}/{number}")
-        setting, level = SETTINGS[number % len(SETTINGS)], ("ulfm", "none")[number // len(SETTINGS) % 2]
+        setting, level = drawn(number, levels)
         with tempfile.TemporaryDirectory() as scratch:
-            if setting.strategy not in undisturbed:
+            known = (
+                setting.strategy if setting.check == "bits" else ""
+            )  # of the others it is the seconds that count
+            if known not in undisturbed:
                 calm = one_launch(Path(scratch) / "calm", setting, 1, "none", [], draw)
                 assert calm["code"] == 0 and not wrong_rows(setting, calm, load_file(calm["result"]["model"]))
-                undisturbed[setting.strategy] = calm["seconds"], load_file(calm["result"]["model"])
-            seconds, model = undisturbed[setting.strategy]
-            num_servers = draw.randint(1, 3)
+                undisturbed[known] = calm["seconds"], load_file(calm["result"]["model"])
+            seconds, model = undisturbed[known]
+            if (
+                level == "threads"
+            ):  # one process starts as fast as the slowest of many does where it has a core
+                seconds /= 3
+            num_servers = draw.randint(2 if levels else 1, 3)
             kills = [
                 Kill("launch", draw.uniform(0, seconds))
                 if draw.random() < 0.5
@@ -217,7 +296,7 @@ def _launch_all(num_launches: int, seed: int, rows: list[dict[str, Any]]) -> Non
         print(json.dumps(rows[-1]), flush=True)
 
 
-def _sum_up(rows: list[dict[str, Any]]) -> None:
+def _sum_up(rows: list[dict[str, Any]], part: str, seed: int) -> None:
     found = {
         "launches": len(rows),
         "kills": sum(len(row["kills"]) for row in rows),
@@ -226,11 +305,18 @@ def _sum_up(rows: list[dict[str, Any]]) -> None:
         "by hand": sum(row["by_hand"] > 0 for row in rows),
         "hanging": sum(not row["ended"] for row in rows),
         "wrong": sum(bool(row["wrong"]) for row in rows),
+        # a process that was killed has no code of its own
+        "undocumented codes": sum(
+            row["code"] not in DOCUMENTED
+            and not (row["level"] == "threads" and row["code"] == -signal.SIGKILL)
+            for row in rows
+        ),
     }
     write_row(
         "chaos",
         {
-            "part": "counting",
+            "part": part,
+            "drawn by": f"seed {seed}",
             **found,
             "rows": [{key: value for key, value in row.items() if key != "output"} for row in rows],
         },

@@ -35,12 +35,16 @@ def launch(
     command += [f"--host-args={host_args}"] if host_args else []
     command += ["train", str(job), "--quiet", "--run-dir", str(run_dir), *words]
     run_dir.mkdir(parents=True, exist_ok=True)
-    root = os.pathsep.join(filter(None, [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]))
     with open(run_dir / "out", "w") as out:
         return subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": root, **env},
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": search_path(), **env},
             start_new_session=True,
         )  # fmt: skip
+
+
+def search_path() -> str:
+    """Where a job finds this repository and the modules beside it."""
+    return os.pathsep.join(filter(None, [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]))
 
 
 def finish(process: Any) -> bool:

@@ -338,10 +338,17 @@ def chaos() -> str:
     )
     row = one("chaos", part="stop")
     lines.append(f"- One of four workers stopped for 10 s: the others kept {row['ratio']:.2f} of their rate.")
-    for row in newest("chaos", part="counting").values():
+    for row in (
+        *newest("chaos", part="counting").values(),
+        *newest("chaos", "drawn by", part="counting by level").values(),
+    ):
         numbers = {key: value for key, value in row.items() if isinstance(value, int) and key != "num_cores"}
         lines.append(
-            "- Every sample counted: "
+            (
+                "- Every sample counted: "
+                if row["part"] == "counting"
+                else "- The same by ULFM, heartbeat, plain, threads: "
+            )
             + ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in numbers.items())
             + "."
         )
