@@ -231,6 +231,10 @@ FOREIGN = {
     "wrong type": (lambda folder: rewritten(folder, "shard-0", parts="shard-0"), "it has no 'parts'"),
     "outside": (lambda folder: rewritten(folder, "shard-0", parts=["shard-0", "../x"]), "'../x' is no name"),
     "not itself": (lambda folder: rewritten(folder, "shard-0", parts=["shard-1"]), "are not all parts"),
+    "twice": (
+        lambda folder: rewritten(folder, "shard-0", parts=["shard-0", "shard-1"] * 2),
+        "are not all parts",
+    ),
     "a run outside": (lambda folder: rewritten(folder, "shard-0", run="../x"), "is no id of a run"),
     "a list": (lambda folder: (folder / "shard-0.json").write_text("[]"), "is damaged"),
     "nested": (lambda folder: (folder / "shard-0.json").write_text("[" * 10**6), "nested too deep"),
@@ -307,6 +311,23 @@ def test_what_an_earlier_start_has_left_beyond_is_neither_counted_nor_removed_be
         checkpoint(tmp_path, mark, identity=again)
         prune(tmp_path, 1, mark, again)
         assert [position_of(folder) for folder in listed(tmp_path)] == left
+
+
+def test_what_a_start_went_on_from_counts_among_the_last_and_stays(tmp_path):
+    """With keep=2 the first new one stays beside the one that it was begun from, and those before go."""
+    again = Identity("run", "second", {"run": "run", "attempt": "attempt", "checkpoint_at": 100})
+    for mark in (50, 100):
+        checkpoint(tmp_path, mark)
+    for mark, left in ((150, [150, 100]), (200, [200, 150])):
+        checkpoint(tmp_path, mark, identity=again)
+        prune(tmp_path, 2, mark, again)
+        assert [position_of(folder) for folder in listed(tmp_path)] == left
+    other = Identity("new", "third", {"run": "run", "attempt": "second", "checkpoint_at": 200})
+    checkpoint(tmp_path, 250, identity=other)
+    prune(tmp_path, 2, 250, other)
+    assert [position_of(folder) for folder in listed(tmp_path)] == [250, 200, 150], (
+        "another run's do not count"
+    )
 
 
 def test_when_nothing_verifies_that_is_said_with_every_reason(tmp_path):

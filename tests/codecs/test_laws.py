@@ -1,18 +1,22 @@
 """What each codec's paper promises (reference sections 5 and 12, oracles 11-15)."""
 
+import itertools
 import math
 
 import pytest
 import torch
 
 from mpitrain import strategies
-from mpitrain.codecs import add_message, whole
+from mpitrain.codecs import Part, add_message, whole
+from mpitrain.codecs.layout import CHUNK
+from mpitrain.codecs.qsgd import QsgdEncoder
 from mpitrain.codecs.threshold import ThresholdEncoder
 from mpitrain.codecs.topk import TopKEncoder
-from mpitrain.model.codec_registry import make_encoder
+from mpitrain.model.codec_registry import make_encoder, make_layout_of
 from tests.codecs.course import LAYOUT, NUMEL, decoded, gradients, part, residual
 
 D = 0.5 ** (1 / 20)
+ENDS = torch.tensor([0, 512, 600, 1112])  # of each bucket one, so that all have the same largest number
 
 
 def test_tau_moves_by_d_in_both_directions_and_rests_in_the_band():
@@ -117,6 +121,39 @@ def test_dgc_with_everything_sent_is_plain_sgd_and_dense_is_momentum_sgd():
         optimizer.step()
         ours -= decoded(dense.encode(part(gradients(step))))
     assert torch.equal(ours, weights.detach())
+
+
+def test_nesterov_of_dgc_is_torchs_where_nothing_is_masked_and_its_own_where_it_is():
+    """Oracle 12: v = mu v + x, and mu v + x enters the residual."""
+    dense = make_encoder(strategies.TopK(momentum=0.9, nesterov=True, warmup_steps=10))
+    weights = torch.zeros(NUMEL, requires_grad=True)
+    optimizer = torch.optim.SGD([weights], lr=1.0, momentum=0.9, nesterov=True)
+    ours = torch.zeros(NUMEL)
+    for step in range(4):
+        weights.grad = gradients(step)
+        optimizer.step()
+        ours -= decoded(dense.encode(part(gradients(step))))
+    torch.testing.assert_close(ours, weights.detach(), rtol=1e-5, atol=1e-7)
+    masked = TopKEncoder(density=0.25, momentum=0.5, nesterov=True, dense_below=0)
+    kept, velocity = torch.zeros(4), torch.zeros(4)
+    for step, x in enumerate(([8.0, 1.0, 2.0, 4.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 8.0, 0.0])):
+        velocity = 0.5 * velocity + torch.tensor(x)
+        kept += 0.5 * velocity + torch.tensor(x)
+        largest = int(kept.abs().argmax())
+        received = torch.zeros(4)
+        add_message(masked.encode(whole(torch.tensor(x))), whole(received))
+        assert received.tolist() == [kept[i].item() if i == largest else 0.0 for i in range(4)], step
+        kept[largest] = velocity[largest] = 0.0
+
+
+@pytest.mark.parametrize("density", [0.02, 0.05, 0.3])
+def test_the_threshold_is_the_order_statistic_of_the_sample_that_stands_for_the_kth_number(density):
+    """On magnitudes in order every 100th number is in the sample, so the rank says how many are sent, to the number."""
+    n, stride = 102_400, 100
+    encoder = TopKEncoder(density=density, dense_below=0)
+    encoder.encode(whole(torch.arange(1.0, n + 1)))
+    rank = round(density * n / stride)
+    assert round(encoder.statistics()["density"] * n) == rank * stride
 
 
 @pytest.mark.parametrize("n", [5_000, 300_000])
@@ -265,6 +302,32 @@ def test_the_text_of_an_allreduce_with_a_codec():
     assert value == strategies.AllReduce(codec=strategies.Threshold(density=0.01))
     assert parse(str(value), "strategy") == value
     assert str(strategies.AllReduce()) == "allreduce()"
+
+
+def test_the_noise_of_qsgd_is_another_for_every_seed_worker_message_and_parameter_and_the_same_again():
+    def sent(seed=3, worker=1, step=2, name="a"):
+        encoder = make_encoder(strategies.QSGD(levels=3, dense_below=0), worker=worker, seed=seed)
+        layout = make_layout_of([(name, (600,)), ("other", (600,))])
+        for _ in range(step):
+            message = encoder.encode([Part(torch.full((1200,), 0.1).index_fill_(0, ENDS, 1.0), layout)])
+        found = torch.zeros(1200)
+        add_message(message, [Part(found, layout)])
+        return found
+
+    first = sent()
+    assert torch.equal(first, sent())
+    assert not torch.equal(first[:600], first[600:]), "another parameter in the same message"
+    others = [sent(seed=4), sent(worker=2), sent(step=3), sent(seed=2**64 + 4)]
+    found = [first, *others[:3]]
+    assert all(not torch.equal(a[:600], b[:600]) for a, b in itertools.combinations(found, 2))
+    assert torch.equal(others[0], others[3]), "a seed of any size"
+    renamed = sent(name="b")
+    assert not torch.equal(first[:600], renamed[:600]) and torch.equal(first[600:], renamed[600:])
+    large = torch.full((2 * CHUNK,), 0.1)
+    large[0] = large[CHUNK] = 1.0
+    again = torch.zeros(2 * CHUNK)
+    add_message(QsgdEncoder(levels=3, dense_below=0).encode(whole(large)), whole(again))
+    assert not torch.equal(again[:512], again[CHUNK : CHUNK + 512]), "each piece of a long one"
 
 
 @pytest.mark.parametrize("codec", [strategies.PowerSGD(), strategies.QSGD()])

@@ -4,7 +4,7 @@ import pytest
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies import Bounded, Drop, Inverse
-from mpitrain.strategies.base import Arrival
+from mpitrain.strategies.base import Arrival, ReadsLeft
 from tests.strategies.test_rules import explore
 
 WORLDS = [(workers, 1, bound) for workers in (1, 2, 3, 4) for bound in (0, 1, 2, 3)]
@@ -44,6 +44,19 @@ def test_a_dropped_gradient_waits_for_nothing_and_frees_those_it_was_waited_for(
     assert push({0: (1,), 1: (5,), 2: (5,)}, 5, strategy=strategy) == (0.0, False, (0,), False, ())
     assert push({0: (1,), 1: (5,)}, 5, blocked=(2,), strategy=strategy) == (0.0, True, (0, 2), False, ())
     assert push({0: (1,), 1: (3,)}, 5, strategy=Bounded(staleness=4, damping=Inverse())).weight == 0.25
+
+
+@pytest.mark.parametrize(("inflight", "staleness"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3)])
+def test_one_that_is_about_to_read_counts_with_all_that_it_may_have_in_flight(inflight, staleness):
+    """Its last gradient of those sees an update for each of the others, and the one that is looked at."""
+    strategy = Bounded(staleness=staleness, inflight=inflight)
+    left = ReadsLeft(5, {}, {0}, {0, 1})
+    flushes = strategy.on_read_ended({"waiting": 1}, left).flush
+    assert flushes == (inflight <= staleness)
+    known = ReadsLeft(5, {1: (5,) * inflight}, {0}, {0, 1})
+    assert strategy.on_read_ended({"waiting": 1}, known).flush == flushes, "as if it had read just now"
+    nobody = ReadsLeft(5, {}, {0, 1}, {0, 1})
+    assert strategy.on_read_ended({"waiting": 1}, nobody).flush
 
 
 @pytest.mark.parametrize(

@@ -134,3 +134,27 @@ def test_what_is_left_of_an_epoch_is_nobodys_in_a_state_where_workers_are_not_ra
     again = Leases(Sync(), BatchDealer(40, 1, 4, num_workers=2), 2, 4)
     again.restore(json.loads(json.dumps(leases.state((1, 2)))), (1, 2))
     assert again.dealer.left() == leases.dealer.left() == [(0, 2), (10, 2), (20, 1)]
+
+
+def test_what_shards_judge_apart_is_dealt_first_in_order_and_counts_as_dealt_once():
+    """A run of six batches: the dealer's own shard has the first two, the other one the first, the third and the fourth."""
+    dealer = BatchDealer(40, 1, 2, num_batches=6)
+    dealt = [dealer.deal(0) for _ in range(2)]
+    for _ in dealt:
+        dealer.settle(0)
+    own, other = ProcessedSamples(40), ProcessedSamples(40)
+    for lease in dealt:
+        own.add(lease)
+    other.put(0, 0, 2)
+    other.put(0, 4, 8)
+    again = BatchDealer(40, 1, 2, num_batches=6)
+    again.restore(json.loads(json.dumps(dealer.state())))
+    again.rejoin([own, other])
+    leases = list(iter(lambda: again.deal(0), None))
+    assert [lease.start for lease in leases[:3]] == [2, 4, 6], "what is apart comes first"
+    for lease in leases:
+        for one in (own, other):
+            one.add(lease)
+    starts = {0} | {lease.start for lease in leases}
+    assert len(starts) == 6 and len(leases) == 5, "as many batches as were asked for, none of them twice"
+    assert own.num_samples() == other.num_samples() == 12

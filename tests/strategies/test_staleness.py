@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mpitrain.errors import UsageError
 from mpitrain.strategies import Async
 from mpitrain.strategies.base import Arrival, Verdict
-from mpitrain.strategies.parameter_server.staleness import ShardCounts
+from mpitrain.strategies.parameter_server.staleness import ShardCounts, disagreement
 from mpitrain.strategies.placement import assign
 
 EVENTS = st.lists(
@@ -136,3 +136,47 @@ def test_versions_that_nobody_read_are_counted_as_versions():
         counts.read(worker, 8)
     summary = counts.summary()
     assert (summary["accepted"], summary["versions_skipped"]) == (4, 3) and "skipped" not in summary
+
+
+@pytest.mark.parametrize(
+    ("weight", "finite", "late", "fate"),
+    [
+        (0.5, True, False, "accepted"),
+        (0.0, True, False, "dropped"),
+        (0.0, True, True, "late"),
+        (0.0, False, False, "nonfinite"),
+        (0.0, False, True, "nonfinite"),
+        (0.5, False, False, "nonfinite"),
+    ],
+)
+def test_every_push_has_one_fate_and_its_samples_are_counted_there(weight, finite, late, fate):
+    counts = ShardCounts()
+    counts.read(1, 8)
+    counts.push(1, 3, 8, weight, finite, late)
+    told = counts.summary()
+    assert {one: told[one] for one in ("accepted", "dropped", "late", "nonfinite")} == {
+        one: int(one == fate) for one in ("accepted", "dropped", "late", "nonfinite")
+    }
+    accepted = 3 * (fate == "accepted")
+    assert (told["samples_accepted"], told["samples_dropped"]) == (accepted, 3 - accepted)
+
+
+def shard(accepted, dropped_samples=0, **fates):
+    return {
+        "samples_accepted": accepted, "samples_dropped": dropped_samples, "late": 0, "dropped": 0, "nonfinite": 0,
+        **fates,
+    }  # fmt: skip
+
+
+def test_shards_disagree_where_what_they_have_accepted_differs_and_nothing_was_discarded():
+    assert disagreement([shard(12), shard(12)]) == ""
+    assert "shard 1 has accepted 9" in disagreement([shard(12), shard(9)])
+    assert disagreement([shard(12), shard(9, 3)]), "discarded samples, and no push that was"
+
+
+@pytest.mark.parametrize("fate", ["late", "dropped", "nonfinite"])
+def test_where_pushes_are_discarded_shards_agree_on_all_that_they_have_judged(fate):
+    """Each by versions of its own, so on other pushes."""
+    assert disagreement([shard(12), shard(9, 3, **{fate: 1})]) == ""
+    assert disagreement([shard(9, 3, **{fate: 1}), shard(6, 6, **{fate: 2})]) == ""
+    assert "discarded 2" in disagreement([shard(12), shard(9, 2, **{fate: 1})])
