@@ -18,7 +18,7 @@ from typing import Any
 from mpitrain.checkpoint.parts import corrupt_part, folder_of, prune, write_part
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
-from mpitrain.system import background
+from mpitrain.system import background, time_limit
 from mpitrain.system.run_directory import MAX_RECORD_BYTES, Identity
 
 MAX_FAILURES = 3
@@ -149,6 +149,7 @@ class CheckpointWriter:
         took_s = time.monotonic() - began_s
         self.write_s += took_s
         self._cost_s = took_s
+        time_limit.checkpoint_took(took_s)
 
     def wait(self) -> None:
         """Until nothing is being written any more.

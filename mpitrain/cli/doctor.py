@@ -239,7 +239,7 @@ def _run_collect(arguments: argparse.Namespace) -> int:
     hosts = arguments.hosts.split()
     verdict = collect(Path(arguments.collect), hosts, _slow(arguments))
     if arguments.failing:
-        Path(arguments.failing).write_text("".join(f"{host}\n" for host in verdict.wrong), encoding="utf-8")
+        Path(arguments.failing).write_text("".join(f"{host}\n" for host in verdict.blamed), encoding="utf-8")
     for line in summary(verdict, len(hosts)):
         print(printable(line), flush=True)
     return EXIT_PREFLIGHT_FAILED if verdict.wrong else EXIT_OK

@@ -89,12 +89,11 @@ def add_parser(commands: Any) -> None:
             help='further options of sbatch, such as "--exclude=n3 --dependency=afterok:12"; as often as you like',
         )
         action.add_argument("--dry-run", action="store_true", help="print the script and stop")
-        if run is run_submit:
-            action.add_argument(
-                "--no-check",
-                action="store_true",
-                help="do not run the job file here to see whether it can start (a login node without torch)",
-            )
+        action.add_argument(
+            "--no-check",
+            action="store_true",
+            help="do not run the job file here to see whether it can start (a login node without torch)",
+        )
         action.set_defaults(run=run)
     _add_site(actions)
     status = actions.add_parser(
@@ -149,14 +148,22 @@ def _add_may_requeue(actions: Any) -> None:
 
 def run_render(arguments: argparse.Namespace) -> int:
     """Print the script."""
-    from mpitrain.cli.submit import check_options
     from mpitrain.slurm import render
 
-    script = _script(arguments)
-    if script.job:  # a wrong option is answered here, not on the nodes
-        check_options(script, script.options, arguments.parse)
-    print(render(script), end="")
+    print(render(_checked(arguments)), end="")
     return EXIT_OK
+
+
+def _checked(arguments: argparse.Namespace) -> Any:
+    """The script, of whose runs none would refuse to start as far as that can be known here."""
+    from mpitrain.cli.submit import check_all
+
+    if arguments.program and not Path(arguments.program[0]).is_file():
+        raise UsageError(f"no job file {arguments.program[0]!r} (looked in {Path.cwd()})")
+    script = _script(arguments)
+    if script.job:
+        check_all(script, arguments.parse, load=not arguments.no_check)
+    return script
 
 
 def run_site(arguments: argparse.Namespace) -> int:
@@ -169,7 +176,6 @@ def run_site(arguments: argparse.Namespace) -> int:
 
 def run_submit(arguments: argparse.Namespace) -> int:
     """Submit the script, or print it with --dry-run."""
-    from mpitrain.cli.submit import check_all
     from mpitrain.slurm import render, submit
     from mpitrain.slurm.submit import run_directory, write_submitted
 
@@ -180,10 +186,7 @@ def run_submit(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             return run_render(arguments)
         raise UsageError("submit which job? mpitrain slurm submit KIND JOB.py")
-    if not Path(arguments.program[0]).is_file():
-        raise UsageError(f"no job file {arguments.program[0]!r} (looked in {Path.cwd()})")
-    script = _script(arguments)
-    check_all(script, arguments.parse, load=not arguments.no_check)
+    script = _checked(arguments)
     if arguments.dry_run:
         print(render(script), end="")
         return EXIT_OK

@@ -1,5 +1,5 @@
-"""What `mpitrain slurm submit` looks at before it queues anything: options, strategies, the job file, every line of a
-sweep.
+"""What `mpitrain slurm submit` and `render` look at before anything is queued: options, strategies, the job file, every
+line of a sweep.
 
 Invariants: what would end the job on its nodes, and can be known without its data and nodes, is refused here.
 """
@@ -40,6 +40,12 @@ def check_options(script: Any, words: Sequence[str], parse: Callable[[list[str]]
     """
     arguments = parse(["train", script.job, *words])
     refused = dict(_NOT_IN_A_SCRIPT)
+    for text in arguments.options:
+        if (name := text.partition("=")[0]) in {field.name for field in dataclasses.fields(script)}:
+            raise UsageError(
+                f"--set {text} after JOB is for a parameter of the job file; the script's own comes before KIND: --set "
+                f"{text} {script.kind} {script.job}, and {name} is one of the script's"
+            )
     if script.kind == "benchmark":
         refused["steps"] = "export STEPS=N before you submit"
     for name, way_out in refused.items():

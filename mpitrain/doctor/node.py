@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from mpitrain.doctor.checks import Asked, Check, Seen, Unfit, Wanted, directory
+from mpitrain.doctor.cores import check_cores
 from mpitrain.doctor.gpus import check_devices, check_gpu_health
 from mpitrain.doctor.limits import check_limits, check_memory, check_quota
 from mpitrain.doctor.speed import check_speed
@@ -33,6 +34,7 @@ def examine(
     plain: dict[str, Asked] = {
         "memory": check_memory,
         "limits": check_limits,
+        "cores": check_cores,
         "disk": check_disk,
         "quota": check_quota,
         "locking": check_locking,

@@ -20,6 +20,8 @@ from mpitrain.system.atomic import write_whole
 from mpitrain.system.launch_variables import batch_system
 
 SILENT = "did not report"
+# Faults that a site's environment, file systems and limits make as well as a node.
+_MAY_BE_SITES = frozenset({SILENT, "imports", "hdf5", "locking", "quota", "limits", "disk", "devices"})
 _WAYS_OUT = {
     "slurm": "sbatch --exclude={names}",
     "lsf": "bsub -R 'select[{conditions}]'",
@@ -28,11 +30,14 @@ _WAYS_OUT = {
 
 
 class Verdict(NamedTuple):
-    """What is wrong with each unfit node, and what most nodes fail alike (by check, how many)."""
+    """What is wrong with each unfit node, and what most nodes fail alike (by check, how many). `blamed`: nodes to leave
+    out; `none_reported`: the launcher has started nothing on any of them."""
 
     wrong: dict[str, list[str]]
     common: dict[str, int]
     own: list[str]  # unfit nodes with a fault that most nodes do not have
+    blamed: list[str]
+    none_reported: bool = False
 
 
 def write_report(folder: Path, name: str, checks: list[Check], kind: str) -> None:
@@ -72,8 +77,12 @@ def collect(folder: Path, hosts: Sequence[str], slow: float = SLOW) -> Verdict:
     silent = {host: names for host, names in failed.items() if reports[host] is None}
     spoken = {host: names for host, names in failed.items() if reports[host] is not None}
     common = common_faults(spoken, len(measured)) | common_faults(silent, len(hosts))
-    own = [host for host in wrong if failed[host] - set(common)]
-    return Verdict(wrong, common, own)
+    excused = set(common) | (_MAY_BE_SITES if len(hosts) == 1 else set())
+    own = [host for host in wrong if failed[host] - excused]
+    none_reported = len(silent) == len(hosts)
+    return Verdict(
+        wrong, common, own, own if none_reported or len(hosts) == 1 else list(wrong), none_reported
+    )
 
 
 def _path(folder: Path, host: str) -> Path:
@@ -104,7 +113,16 @@ def _figures(report: Mapping[str, Any]) -> dict[str, float]:
 
 def summary(verdict: Verdict, num_nodes: int) -> list[str]:
     """The verdict in lines: each unfit node, what most of them fail alike, and how to go on."""
+    if verdict.none_reported:
+        return [
+            f"none of {num_nodes} node(s) reported: the launcher did not start the check there, or not",
+            "in the site's environment (its own words are above); no node is to blame",
+        ]
     lines = [f"unfit: {host}: {'; '.join(faults)}" for host, faults in verdict.wrong.items()]
+    if num_nodes == 1 and verdict.wrong and not verdict.own:
+        lines.append(
+            "the job's only node, so this may be the site's or the site file's as well; no other node was asked"
+        )
     for name, count in verdict.common.items():
         lines.append(
             f"most nodes fail alike ({count} of {num_nodes}: {name}): a problem of the site, the\n"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from mpitrain.errors import UsageError
 from mpitrain.slurm import other_parts, script, script_parts
+from mpitrain.slurm.limits import seconds_of
 from mpitrain.slurm.script import KINDS, Script
 
 OTHER_KINDS = ("single-node", "multi-node", "benchmark")
@@ -31,6 +32,16 @@ _SYSTEMS = {
     "lsf": _System("LSF", "TRAIN={words} bsub < {path}", "mpirun (or mpiexec)"),
     "flux": _System("Flux", "flux batch {path} {words}", "flux"),
 }
+_EXPORT = next(line for line in script_parts.START.splitlines(keepends=True) if "SLURM_EXPORT_ENV" in line)
+# A timer of the script's own, or LSF, sends the signal when it should come.
+_SENT_IN_TIME = (
+    ("    if put_off; then return; fi\n", ""),
+    ("    trap on_signal USR1\n    trap 'now=1; on_signal' TERM\n", "    trap on_signal USR1 TERM\n"),
+    (
+        "    if ((signals)); then\n        if put_off; then signals=0; else nothing_runs; fi\n    fi\n",
+        "    if ((signals)); then nothing_runs; fi\n",
+    ),
+)
 # Neither PBS nor LSF hands arguments to a batch script.
 _WORDS_FROM_VARIABLE = """\
 : "${{TRAIN:?usage: {usage}}}"
@@ -58,7 +69,7 @@ def render(of: Script) -> str:
     known = {
         "@name@": of.name,
         "@time@": _clock(of.time),
-        "@signal_s@": str(of.signal_s),
+        "@signal_s@": str(of.lead_s),
         "@system@": _SYSTEMS[of.system].called,
         "@launchers@": _SYSTEMS[of.system].launchers,
         # LSF starts a job again that ends with 75: one that may not run again ends otherwise
@@ -72,16 +83,16 @@ def render(of: Script) -> str:
 
 
 def _parts(of: Script) -> list[str]:
-    is_training = of.kind != "benchmark"
+    is_training, signals = of.kind != "benchmark", script_parts.SIGNALS
+    for before, after in _SENT_IN_TIME:
+        signals = signals.replace(before, after)
     parts = [_header(of), _directives(of), _neutral(script_parts.START, of), other_parts.LAUNCHER]
     parts += [_arguments(of), _neutral(script_parts.RUN_DIR, of)]
     parts += [
         other_parts.HOSTS[of.system]
         + f"WORKERS=${{WORKERS_PER_NODE:-{of.gpus_per_node or 1}}} # one a GPU\n",
         # LSF signals each process of the job: one that the others ignore
-        script_parts.SIGNALS.replace("USR1 TERM\n", "USR1 TERM URG\n")
-        if of.system == "lsf"
-        else script_parts.SIGNALS,
+        signals.replace("USR1 TERM\n", "USR1 TERM URG\n") if of.system == "lsf" else signals,
     ]
     if is_training and of.system in other_parts.LEFT:
         parts += [other_parts.LEFT[of.system] + other_parts.TIMER]
@@ -104,6 +115,9 @@ def _neutral(part: str, of: Script) -> str:
     """A part of a Slurm script with the variables that all systems have here."""
     for before, after in (
         ('cd "${SLURM_SUBMIT_DIR:-.}"\n', other_parts.HERE[of.system]),
+        ("signals=0 now=0", "signals=0"),
+        ("USR1 # heard", "USR1 TERM # heard"),
+        ("trap 'signals=$((signals + 1)) now=1' TERM\n", ""),
         ("${SLURMD_NODENAME:-this node}", "this node"),
         ("$SLURM_JOB_NAME-$SLURM_JOB_ID", "$JOB_NAME-$JOB_ID"),
         ("$SLURM_JOB_ID", "$JOB_ID"),
@@ -112,6 +126,8 @@ def _neutral(part: str, of: Script) -> str:
         ("extra=(--no-kill --time=5)", "extra=(timeout 300)"),
         ("extra=(--time=2)", "extra=(timeout 120)"),
         ("! -e $reports/$host.json ]]", "! -e $reports/$host.json && ! -e $reports/${host%%.*}.json ]]"),
+        ('rm -f "$reports/$host.json"', 'rm -f "$reports/$host.json" "$reports/${host%%.*}.json"'),
+        (_EXPORT, ""),
         (" # the same after a requeue, which keeps the job id", ""),
     ):
         part = part.replace(before, after)
@@ -152,7 +168,7 @@ def _arguments(of: Script) -> str:
 
 def _directives(of: Script) -> str:
     nodes = of.nodes or KINDS[of.kind].nodes
-    seconds = _seconds(of.time)
+    seconds = seconds_of(of.time)
     warned = of.kind != "benchmark"
     if of.system == "pbs":
         gpus = f":ngpus={of.gpus_per_node}" if of.gpus_per_node else ""
@@ -163,7 +179,7 @@ def _directives(of: Script) -> str:
     if of.system == "lsf":
         minutes = -(-seconds // 60)
         lines = [f"-J {of.name} -W {minutes // 60}:{minutes % 60:02d}", "-o %J.out"]
-        lines += [f"-wa URG -wt {-(-of.signal_s // 60)}", '-r -Q "75"'] if warned else []
+        lines += [f"-wa URG -wt {-(-of.lead_s // 60)}", '-r -Q "75"'] if warned else []
         lines += [f"-P {of.account}"] * bool(of.account) + [f"-q {of.partition}"] * bool(of.partition)
         lines += [f'-n {nodes} -R "span[ptile=1]" -x']
         lines += [f'-gpu "num={of.gpus_per_node}"'] * bool(of.gpus_per_node)
@@ -177,19 +193,6 @@ def _lines(sentinel: str, lines: list[str]) -> str:
     return "".join(f"{sentinel} {line}\n" for line in lines)
 
 
-def _seconds(time: str) -> int:
-    """A limit as sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
-    days, dash, rest = time.rpartition("-")
-    numbers = [int(number) for number in rest.split(":")]
-    if dash:
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-    elif len(numbers) == 3:
-        hours, minutes, seconds = numbers
-    else:
-        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
 def _clock(time: str) -> str:
-    minutes, seconds = divmod(_seconds(time), 60)
+    minutes, seconds = divmod(seconds_of(time), 60)
     return f"{minutes // 60:02d}:{minutes % 60:02d}:{seconds:02d}"

@@ -80,7 +80,7 @@ fi
 EACH = """\
 extra=()
 on_each() { # HOSTS... -- COMMAND: one task of it on each, without MPI
-    local each=$RUN_DIR/each options=() hosts=()
+    local each=$RUN_DIR/each-$1 options=() hosts=()
     while [[ $1 != -- ]]; do hosts+=("$1"); shift; done
     shift
     printf '%s\\n' "${hosts[@]}" >"$each"

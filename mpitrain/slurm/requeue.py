@@ -4,8 +4,10 @@ A job that was asked to stop before its ranks had begun, and one whose first nod
 may run again a few times in a row without.
 
 Invariants: progress is another newest checkpoint, by its mark (accepted samples) and the start that wrote it, and
-every answer is kept in `restarts.jsonl` of the run directory, one line each, so that the next one can compare. A torn
-line counts as no answer.
+time in which there was training: a start that was asked to end before it had trained for a tenth of its time, such as
+one that has made a single step, counts as one without, of which a few in a row are allowed. Every answer is kept in
+`restarts.jsonl` of the run directory, one line each, so that the next one can compare. A torn line counts as no
+answer.
 """
 
 from __future__ import annotations
@@ -13,15 +15,17 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from mpitrain.system.run_directory import progress, read_bounded
+from mpitrain.system.run_directory import progress, read_bounded, read_json
 
 MARKER = "REQUEUE"
 LOG = "restarts.jsonl"
 _MAX_LOG_BYTES = 2**24
-MAX_IN_A_ROW = 3  # restarts of runs that were not asked for a checkpoint
+MAX_IN_A_ROW = 3  # restarts of runs that were not asked for a checkpoint, or had no time to train
+LEAST_SHARE = 0.1  # of a start's time that it has trained
 Cause = Literal["checkpointed", "not started", "node died"]
 _WHY: dict[Cause, str] = {
     "checkpointed": "",
@@ -52,7 +56,21 @@ def _answer(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     is_answer = isinstance(found, dict) and isinstance(found.get("samples"), int) and "again" in found
-    return {"attempt": "", "reason": "", "cause": "checkpointed", **found} if is_answer else None
+    if not is_answer:
+        return None
+    read = {"attempt": "", "reason": "", "cause": "checkpointed", "share_trained": None, **found}
+    if not isinstance(read["share_trained"], float):
+        read["share_trained"] = None
+    return read
+
+
+def _share_trained(run_dir: Path) -> float | None:
+    """Of the last start's time; None if that is not known."""
+    result = read_json(run_dir / "result.json") or {}
+    trained_s, wall_s = result.get("train_s"), result.get("wall_s")
+    if not isinstance(trained_s, int | float) or not isinstance(wall_s, int | float) or wall_s <= 0:
+        return None
+    return round(trained_s / wall_s, 3)
 
 
 def may_requeue(run_dir: Path, max_restarts: int = 20, cause: Cause = "checkpointed") -> Answer:
@@ -61,11 +79,12 @@ def may_requeue(run_dir: Path, max_restarts: int = 20, cause: Cause = "checkpoin
     Args:
         cause: why it should; "checkpointed": the ranks have written `MARKER`.
     """
-    here, earlier = progress(run_dir), restarts(run_dir)
+    here, earlier, share = progress(run_dir), restarts(run_dir), _share_trained(run_dir)
     count = max(len(earlier), _counted_by_slurm())
     if cause == "checkpointed":
         before = [(one["samples"], str(one["attempt"])) for one in earlier if one["cause"] == cause]
-        answer = decide((here.checkpoint_at, here.attempt), before, max_restarts, count)
+        shares = [one["share_trained"] for one in earlier if one["cause"] == cause]
+        answer = decide((here.checkpoint_at, here.attempt), before, max_restarts, count, [*shares, share])
         if not (run_dir / MARKER).exists():
             return Answer(False, f"{run_dir} has no {MARKER}: the run has ended by itself")
     else:
@@ -79,6 +98,7 @@ def may_requeue(run_dir: Path, max_restarts: int = 20, cause: Cause = "checkpoin
         "samples": here.checkpoint_at,
         "attempt": here.attempt,
         "cause": cause,
+        "share_trained": share,
     }
     try:
         _append(run_dir / LOG, json.dumps(line | {"time": time.time()}))
@@ -101,7 +121,11 @@ def _append(path: Path, line: str) -> None:
 
 
 def decide(
-    here: tuple[int, str], before: list[tuple[int, str]], max_restarts: int, count: int | None = None
+    here: tuple[int, str],
+    before: list[tuple[int, str]],
+    max_restarts: int,
+    count: int | None = None,
+    shares: Sequence[float | None] = (),
 ) -> Answer:
     """The rule alone.
 
@@ -109,6 +133,7 @@ def decide(
         here: samples and start of the newest checkpoint, -1 without one.
         before: the same at each restart so far.
         count: restarts so far, where there were others, too.
+        shares: of its time that each start has trained, this one last.
     """
     samples, count = here[0], len(before) if count is None else count
     if count >= max_restarts:
@@ -117,6 +142,13 @@ def decide(
         return Answer(False, "there is no checkpoint to go on from")
     if before and here == before[-1]:
         return Answer(False, f"no progress since the last restart: still {samples} samples")
+    last = shares[-1 - MAX_IN_A_ROW :]
+    if len(last) > MAX_IN_A_ROW and all(share is not None and share < LEAST_SHARE for share in last):
+        return Answer(
+            False,
+            f"the last {len(last)} starts have trained for less than {100 * LEAST_SHARE:g} % of their time, up to "
+            f"{samples} samples: ask for more time",
+        )
     return Answer(True, f"restart {count + 1} of at most {max_restarts}, from {samples} samples")
 
 

@@ -14,12 +14,14 @@ from typing import Any
 
 from mpitrain.errors import UsageError
 from mpitrain.slurm import script_parts
+from mpitrain.slurm.limits import LEAST_LEAD_S, LEAST_MINUTES, LEAST_TRAIN_S, lead, seconds_of
 from mpitrain.values import nearest
 
 _NO_WORD = r"""[\s"'`#$\\]"""  # what sbatch would not take for a part of a directive's word
 
 _BASE = (
     script_parts.NODES,
+    script_parts.LIMIT,
     script_parts.SIGNALS,
     script_parts.EACH,
     script_parts.CHECK_NODES,
@@ -63,6 +65,7 @@ KINDS: dict[str, _Kind] = {
         (
             script_parts.RUN_DIR,
             script_parts.HET_NODES,
+            script_parts.LIMIT,
             script_parts.SIGNALS,
             script_parts.HET_EACH,
             script_parts.CHECK_NODES,
@@ -137,7 +140,8 @@ class Script:
         options: further arguments of `mpitrain train`, or of the sweep.
         nodes: nodes of the allocation (of the workers' component in a `hetjob`).
         gpus_per_node: GPUs asked for on each of them; 0 asks for none.
-        time: limit, as sbatch reads it ("4:00:00"). `signal_s` seconds before it the ranks are asked to checkpoint.
+        time: limit, as sbatch reads it ("4:00:00"). `signal_s` seconds before it the ranks are asked to checkpoint, or
+            for its last fifth, where that is less (`lead_s`).
         server_nodes, server_partition: the servers' component of a `hetjob`.
         sweep: the options' file of an `array-sweep`; `array` its indices ("0-7%4").
         switches: most leaf switches, and how long to wait for them ("1@10:00").
@@ -190,8 +194,17 @@ class Script:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UsageError(f"{name}={value}: at least {least}")
-        if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", self.time):
-            raise UsageError(f"time={self.time!r}: minutes, hours:minutes:seconds or days-hours")
+        limit_s = seconds_of(self.time)
+        if (KINDS | _OF_COMMANDS)[self.kind].requeue and limit_s and limit_s - self.lead_s < LEAST_TRAIN_S:
+            raise UsageError(
+                f"time={self.time!r}: nothing can be trained within {limit_s} s, of which the last {self.lead_s} s are "
+                f"for the checkpoint; at least {LEAST_MINUTES} minutes"
+            )
+
+    @property
+    def lead_s(self) -> int:
+        """How long before the limit the ranks are asked to checkpoint."""
+        return lead(seconds_of(self.time), self.signal_s)
 
 
 def _check_sbatch(words: tuple[str, ...]) -> None:
@@ -227,7 +240,16 @@ def render(script: Script) -> str:
         _arguments(script, kind),
         *kind.body,
     ]
-    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+    text = "\n".join(part.rstrip("\n") + "\n" for part in parts)
+    known = {
+        "@signal_s@": script.lead_s,
+        "@least_lead_s@": LEAST_LEAD_S,
+        "@least_s@": LEAST_TRAIN_S,
+        "@least_minutes@": LEAST_MINUTES,
+    }
+    for name, value in known.items():
+        text = text.replace(name, str(value))
+    return text
 
 
 def _header(script: Script, kind: _Kind) -> str:
@@ -248,7 +270,7 @@ def _directives(script: Script, kind: _Kind) -> str:
     output = "%x-%A_%a.out" if is_array else "%x-%j.out"
     lines = [f"--job-name={script.name} --time={script.time}", f"--output={output} --open-mode=append"]
     if kind.requeue:
-        lines.append(f"--signal=B:USR1@{script.signal_s} --requeue")
+        lines.append(f"--signal=B:USR1@{script.lead_s} --requeue")
     if script.array:
         lines.append(f"--array={script.array}")
     for name in ("account", "qos"):

@@ -7,8 +7,9 @@ WORKERS (workers a node), MPITRAIN (how the command is called).
 
 START = """\
 cd "${SLURM_SUBMIT_DIR:-.}"
-signals=0
-trap 'signals=$((signals + 1))' USR1 TERM # heard when the script listens
+signals=0 now=0
+trap 'signals=$((signals + 1))' USR1 # heard when the script listens
+trap 'signals=$((signals + 1)) now=1' TERM
 # Modules, launcher, container, disks: the one file to edit. A line of it that fails ends the job at once, before good
 # nodes are blamed for it; a line that may fail ends in `|| true`.
 SITE=${MPITRAIN_SITE:-slurm/site.sh} where=
@@ -18,6 +19,7 @@ set -e
 # shellcheck source=/dev/null
 source "$SITE"
 trap - ERR EXIT
+export SLURM_EXPORT_ENV=ALL # srun hands on what this file has set, also where sbatch --export=NONE is the site's way
 set -euo pipefail
 ulimit -c 0 # many ranks' core files fill a file system
 MPITRAIN=("${CONTAINER[@]}" mpitrain)
@@ -64,13 +66,38 @@ gpus_asked() { # GPUs a node that the job has asked for: the shell of an exclusi
 WORKERS=${WORKERS_PER_NODE:-$(gpus_asked)} # one a GPU
 """
 
+LIMIT = """\
+# Slurm signals @signal_s@ s before the limit. A limit that is shorter than this script was written for (a debug queue)
+# would leave no time before that: then the last fifth of it is enough.
+left=0 LEAD=@signal_s@
+limit=$((${SLURM_JOB_END_TIME:-0} - ${SLURM_JOB_START_TIME:-0}))
+if ((limit > 0 && limit < 5 * LEAD)); then LEAD=$((limit / 5 > @least_lead_s@ ? limit / 5 : @least_lead_s@)); fi
+if ((limit > 0 && limit - LEAD < @least_s@)); then
+    echo "nothing can be trained within a limit of $limit s, of which the last $LEAD s are for the checkpoint:" \\
+        "ask for --time=@least_minutes@ or more" >&2
+    exit 2
+fi
+export MPITRAIN_LEAD_S=$LEAD
+put_off() { # whether this is Slurm's signal and comes too early: it is sent again in time
+    local ran
+    if ((now || limit <= 0 || LEAD == @signal_s@)); then return 1; fi
+    left=$((SLURM_JOB_END_TIME - $(date +%s))) ran=$(($(date +%s) - SLURM_JOB_START_TIME))
+    if ((left <= LEAD + 5 || left > @signal_s@ + 90)); then return 1; fi
+    if ((left < @signal_s@ - 5 && ran > 90)); then return 1; fi
+    echo "the limit of $limit s is short: asked to end $LEAD s before it, not now" >&2
+    (sleep $((left - LEAD)) && kill -USR1 $$) </dev/null >/dev/null 2>&1 &
+}
+"""
+
 # Signals go to the batch shell (--signal=B:) and from it to the launcher, which hands them to all ranks: that is one
 # way for srun, mpirun and mpiexec. A signal that comes between two launches is not lost: `run` then starts nothing.
 SIGNALS = """\
 # Near the time limit, or before a preemption: ranks checkpoint at the next step, write REQUEUE and leave with 75.
-child=0
+child=0 heard=0
 # shellcheck disable=SC2317 # called by the trap
 on_signal() {
+    heard=$((heard + 1))
+    if put_off; then return; fi
     signals=$((signals + 1))
     if ((child)); then # again and again, because a rank that is still importing does not listen yet
         (while kill -USR1 "$child" 2>/dev/null; do sleep 5; done) &
@@ -79,18 +106,21 @@ on_signal() {
     fi
 }
 listen() {
-    trap on_signal USR1 TERM
-    if ((signals)); then nothing_runs; fi
+    trap on_signal USR1
+    trap 'now=1; on_signal' TERM
+    if ((signals)); then
+        if put_off; then signals=0; else nothing_runs; fi
+    fi
 }
 run() { # its exit code; a wait that a signal has interrupted is taken up again
     local seen rc=0
     note ranks
     "$@" &
     child=$!
-    while seen=$signals; do
+    while seen=$heard; do
         rc=0
         wait "$child" || rc=$?
-        if ((seen == signals)); then break; fi
+        if ((seen == heard)); then break; fi
     done
     child=0
     return "$rc"
@@ -130,19 +160,38 @@ components() { # 0: the servers' nodes, 1: the workers', a line each
 """
 
 CHECK_NODES = """\
-# Every node looks at itself, without MPI, so that one bad node cannot hang the check of the others. Those that have
-# not reported are asked once more one by one: a node that is gone takes the whole step with it.
+# Every node looks at itself, without MPI, so that one bad node cannot hang the check of the others. One that is gone
+# takes the whole step with it: those that have not reported are asked again, each by a step of its own, all at once.
+# Nodes that are unfit are measured once more before that ends anything.
 check_nodes() { # HOSTS...: 0 if all are fit; else 4, with the others in $RUN_DIR/failing_nodes.txt
-    local host reports=$RUN_DIR/doctor
+    local host reports=$RUN_DIR/doctor unfit=$RUN_DIR/failing_nodes.txt again=()
     listen
     note preflight
     rm -rf "$reports"
     mkdir -p "$reports"
     ask_nodes "$@"
     for host in "$@"; do
-        if [[ ! -e $reports/$host.json ]]; then ask_nodes "$host"; fi
+        if [[ ! -e $reports/$host.json ]]; then again+=("$host"); fi
     done
-    "${MPITRAIN[@]}" doctor --collect "$reports" --hosts "$*" --failing "$RUN_DIR/failing_nodes.txt"
+    ask_each "${again[@]}"
+    if judge_nodes "$@"; then return; fi
+    mapfile -t again <"$unfit"
+    if ((${#again[@]} == 0)); then return 4; fi
+    echo "measured again, before that ends anything: ${again[*]}"
+    for host in "${again[@]}"; do rm -f "$reports/$host.json"; done
+    ask_each "${again[@]}"
+    judge_nodes "$@"
+}
+judge_nodes() { # HOSTS...
+    "${MPITRAIN[@]}" doctor --collect "$reports" --hosts "$*" --failing "$unfit"
+}
+ask_each() { # HOSTS...
+    local host asked=()
+    for host in "$@"; do
+        (ask_nodes "$host") &
+        asked+=($!)
+    done
+    if ((${#asked[@]})); then wait "${asked[@]}" || true; fi
 }
 ask_nodes() { # HOSTS...
     local extra=(--no-kill --time=5)
@@ -210,7 +259,7 @@ DEAF=(bash -c 'trap "" USR1; exec "$@"' rank)
 
 LAUNCH = """\
 launch() { # runs its arguments as the ranks of $RUN_DIR/hosts
-    local ranks nodes most code=0 fate=(--kill-on-bad-exit=1 --wait=60)
+    local ranks nodes most code=0 fate=(--kill-on-bad-exit=1 --wait=60) out=(--unbuffered) log='' shown=0
     ranks=$(wc -l <"$RUN_DIR/hosts")
     nodes=$(sort -u "$RUN_DIR/hosts" | wc -l)
     most=$(sort "$RUN_DIR/hosts" | uniq -c | sort -rn | awk 'NR == 1 { print $1 }')
@@ -224,8 +273,20 @@ launch() { # runs its arguments as the ranks of $RUN_DIR/hosts
             fate=(--kill-on-bad-exit=0 --no-kill --wait=0)
             rm -f "$RUN_DIR/result.json"
         fi
+        if ((nodes >= ${FILES_FROM_NODES:-64})); then # a file a node, and here what comes from rank 0's node
+            mkdir -p "$RUN_DIR/output"
+            log=$RUN_DIR/output/$(head -n 1 "$RUN_DIR/hosts").txt
+            : >>"$log"
+            out=(--output="$RUN_DIR/output/%N.txt" --open-mode=append)
+            tail -n 0 -s 0.2 -f "$log" &
+            shown=$!
+        fi
         run "${LAUNCH[@]}" --nodes="$nodes" --ntasks="$ranks" --distribution=arbitrary --cpus-per-task="$cores" \\
-            --overlap "${fate[@]}" --unbuffered "${BIND[@]}" "$@" || code=$?
+            --overlap "${fate[@]}" "${out[@]}" "${BIND[@]}" "$@" || code=$?
+        if ((shown)); then
+            sleep 1
+            kill "$shown" 2>/dev/null || true
+        fi
         if [[ ${MPITRAIN_FT:-} == heartbeat && -e $RUN_DIR/result.json ]]; then # srun's code is that of the dead
             code=$(sed -n 's/^ *"exit_code": \\([0-9]*\\),*$/\\1/p' "$RUN_DIR/result.json")
         fi
@@ -325,7 +386,10 @@ rm -f "$RUN_DIR/REQUEUE"
 rc=1
 for ((attempt = 1; attempt <= ${ATTEMPTS:-5}; attempt++)); do
     mapfile -t HOSTS < <(answering)
-    check_nodes "${HOSTS[@]}" || true
+    if ! check_nodes "${HOSTS[@]}" && [[ ! -s $RUN_DIR/failing_nodes.txt ]]; then
+        note unfit
+        exit 4
+    fi
     mapfile -t healthy < <(printf '%s\\n' "${HOSTS[@]}" | grep -vxFf "$RUN_DIR/failing_nodes.txt")
     if ((${#healthy[@]} < need)); then
         echo "attempt $attempt: ${#healthy[@]} healthy node(s), $need needed: ${healthy[*]}" >&2

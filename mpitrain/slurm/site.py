@@ -53,6 +53,12 @@ _TEXT = """\
 # 1. Software: modules, then the environment in which mpitrain is installed.
 # module purge; module load openmpi/5 cuda
 # source "$HOME/venv/bin/activate"
+# On hundreds of nodes: the packages sent to each node's own disk once, where every rank reads a shared one otherwise.
+# Made by: tar -C "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" -cf packages.tar .
+# PACKAGES=/tmp/packages-$SLURM_JOB_ID; sbcast --force packages.tar "$PACKAGES.tar"
+# srun --mpi=none --ntasks-per-node=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --overlap \\
+#     bash -c 'mkdir -p "$0" && tar -C "$0" -xf "$0.tar"' "$PACKAGES"
+# export PYTHONPATH=$PACKAGES${{PYTHONPATH:+:$PYTHONPATH}}
 
 # 2. How ranks start.
 {launch}

@@ -44,8 +44,11 @@ class _Known(NamedTuple):
 
     @property
     def num_restarts(self) -> int:
-        """However the job was started again."""
-        counts = [len(restarts(self.run_dir)), self.last.restarts if self.last else 0]
+        """However the job was started again: by its script, which may have been allowed to and then was cancelled, by
+        Slurm itself, or by hand."""
+        events = read_events(self.run_dir)
+        again = sum(event.name == "started" for event in events) - 1
+        counts = [again if events else len(restarts(self.run_dir)), self.last.restarts if self.last else 0]
         text = self.slurm.get("Restarts", "")
         return max(*counts, int(text) if re.fullmatch(r"\d{1,9}", text) else 0)
 
@@ -146,6 +149,8 @@ def _queued(known: _Known, marked: bool) -> str:
 
 
 def _alive(known: _Known, last: str, marked: bool) -> str:
+    if known.state in ("SUSPENDED", "STOPPED"):
+        return f"{known.state.lower()} by Slurm: it goes on when it is resumed (scontrol resume {known.job})"
     if known.state == "COMPLETING":
         return "requeued, it will start again" if last == "requeued" or marked else "ending"
     host = known.slurm.get("BatchHost", "")
@@ -173,7 +178,11 @@ def _ended(result: dict[str, Any]) -> str:
 
 def _ended_before_ranks(run_dir: Path, code: str) -> str:
     failing = _lines(run_dir / "failing_nodes.txt")
-    if code == "4" and failing:
+    if code == "4" and not failing:
+        return (
+            "preflight failed, exit code 4, and no node is to blame; no ranks were started; see the job's log"
+        )
+    if code == "4":
         return f"preflight failed, exit code 4: {len(failing)} unfit node(s); no ranks were started"
     if code == "75":
         return "asked to end before its ranks had begun, exit code 75; submit it again"

@@ -16,7 +16,7 @@ import threading
 import time
 from typing import Any
 
-from mpitrain.system import background, interrupts, rank_status, stacks
+from mpitrain.system import background, interrupts, rank_status, stacks, time_limit
 from mpitrain.system.end_requests import AGAIN_S, ENDS, EndRequests, asking
 from mpitrain.system.launch_variables import is_rank
 
@@ -126,6 +126,6 @@ def ignore() -> None:
 
 
 def asked() -> bool:
-    """Whether this process has been asked to end."""
+    """Whether this process has been asked to end, or has to."""
     interrupts.check()
-    return _asked.is_set() or rank_status.stop_requested()
+    return _asked.is_set() or rank_status.stop_requested() or time_limit.is_near()

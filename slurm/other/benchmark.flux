@@ -69,9 +69,10 @@ read -ra HOSTS < <(flux hostlist --expand instance)
 WORKERS=${WORKERS_PER_NODE:-4} # one a GPU
 
 # Near the time limit, or before a preemption: ranks checkpoint at the next step, write REQUEUE and leave with 75.
-child=0
+child=0 heard=0
 # shellcheck disable=SC2317 # called by the trap
 on_signal() {
+    heard=$((heard + 1))
     signals=$((signals + 1))
     if ((child)); then # again and again, because a rank that is still importing does not listen yet
         (while kill -USR1 "$child" 2>/dev/null; do sleep 5; done) &
@@ -88,10 +89,10 @@ run() { # its exit code; a wait that a signal has interrupted is taken up again
     note ranks
     "$@" &
     child=$!
-    while seen=$signals; do
+    while seen=$heard; do
         rc=0
         wait "$child" || rc=$?
-        if ((seen == signals)); then break; fi
+        if ((seen == heard)); then break; fi
     done
     child=0
     return "$rc"
@@ -99,7 +100,7 @@ run() { # its exit code; a wait that a signal has interrupted is taken up again
 
 extra=()
 on_each() { # HOSTS... -- COMMAND: one task of it on each, without MPI
-    local each=$RUN_DIR/each options=() hosts=()
+    local each=$RUN_DIR/each-$1 options=() hosts=()
     while [[ $1 != -- ]]; do hosts+=("$1"); shift; done
     shift
     printf '%s\n' "${hosts[@]}" >"$each"
@@ -116,19 +117,38 @@ on_each() { # HOSTS... -- COMMAND: one task of it on each, without MPI
     wait $! # bash hears a signal at once while it waits, and not before the end of what it runs
 }
 
-# Every node looks at itself, without MPI, so that one bad node cannot hang the check of the others. Those that have
-# not reported are asked once more one by one: a node that is gone takes the whole step with it.
+# Every node looks at itself, without MPI, so that one bad node cannot hang the check of the others. One that is gone
+# takes the whole step with it: those that have not reported are asked again, each by a step of its own, all at once.
+# Nodes that are unfit are measured once more before that ends anything.
 check_nodes() { # HOSTS...: 0 if all are fit; else 4, with the others in $RUN_DIR/failing_nodes.txt
-    local host reports=$RUN_DIR/doctor
+    local host reports=$RUN_DIR/doctor unfit=$RUN_DIR/failing_nodes.txt again=()
     listen
     note preflight
     rm -rf "$reports"
     mkdir -p "$reports"
     ask_nodes "$@"
     for host in "$@"; do
-        if [[ ! -e $reports/$host.json && ! -e $reports/${host%%.*}.json ]]; then ask_nodes "$host"; fi
+        if [[ ! -e $reports/$host.json && ! -e $reports/${host%%.*}.json ]]; then again+=("$host"); fi
     done
-    "${MPITRAIN[@]}" doctor --collect "$reports" --hosts "$*" --failing "$RUN_DIR/failing_nodes.txt"
+    ask_each "${again[@]}"
+    if judge_nodes "$@"; then return; fi
+    mapfile -t again <"$unfit"
+    if ((${#again[@]} == 0)); then return 4; fi
+    echo "measured again, before that ends anything: ${again[*]}"
+    for host in "${again[@]}"; do rm -f "$reports/$host.json" "$reports/${host%%.*}.json"; done
+    ask_each "${again[@]}"
+    judge_nodes "$@"
+}
+judge_nodes() { # HOSTS...
+    "${MPITRAIN[@]}" doctor --collect "$reports" --hosts "$*" --failing "$unfit"
+}
+ask_each() { # HOSTS...
+    local host asked=()
+    for host in "$@"; do
+        (ask_nodes "$host") &
+        asked+=($!)
+    done
+    if ((${#asked[@]})); then wait "${asked[@]}" || true; fi
 }
 ask_nodes() { # HOSTS...
     local extra=(timeout 300)

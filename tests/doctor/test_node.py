@@ -157,6 +157,35 @@ def test_a_slow_node_is_named_among_its_kind(tmp_path: Path) -> None:
     assert collect(tmp_path, ["n1", "n2"]).wrong == {}
 
 
+def test_nodes_that_the_launcher_has_not_reached_are_not_blamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As when `srun` starts without the site's environment, on one node and on several."""
+    for hosts in ("n1", "n1 n2", "n1 n2 n3"):
+        words = ["--collect", str(tmp_path), "--hosts", hosts, "--failing", str(tmp_path / "unfit")]
+        assert main(["doctor", *words]) == 4
+        told = capsys.readouterr().out
+        assert "no node is to blame" in told and "unfit:" not in told and "--exclude" not in told
+        assert (tmp_path / "unfit").read_text() == ""
+
+
+@pytest.mark.parametrize(("name", "blamed"), [("imports", ""), ("locking", ""), ("memory", "n1\n")])
+def test_the_only_node_is_not_blamed_for_what_may_be_the_sites(
+    name: str,
+    blamed: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    write_report(tmp_path, "n1", [Check(name, False, "it is not there")], "kind")
+    words = ["--collect", str(tmp_path), "--hosts", "n1", "--failing", str(tmp_path / "unfit")]
+    assert main(["doctor", *words]) == 4
+    assert (tmp_path / "unfit").read_text() == blamed
+    told = capsys.readouterr().out
+    assert ("--exclude=n1" in told) == bool(blamed) and ("only node" in told) != bool(blamed)
+
+
 def test_what_most_nodes_fail_is_no_fault_of_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("n1", "n2", "n3", "n4"):
         checks = [Check("imports", name == "n4", "cannot import h5py"), Check("disk", name != "n2", "full")]

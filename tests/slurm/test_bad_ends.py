@@ -4,6 +4,7 @@ nobody asked for, and the death of the first node. On the same four-node mini-cl
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,26 @@ def test_a_site_file_that_fails_or_leads_nowhere_ends_the_job_and_no_node_is_bla
     told = site.wait(nowhere, "FAILED")
     assert "$NO_SUCH/mpitrain: $NO_SUCH is not set on n" in told and "FOM" not in told, told
     assert not list(site.folder.glob("$*"))
+
+
+@pytest.mark.extended
+def test_a_job_without_the_submitters_environment_trains_and_each_node_has_a_file(site: Site) -> None:
+    """`sbatch --export=NONE`, the way of many centres: the site file is all that there is."""
+    for name in ("jobs", "data"):
+        (site.folder / "none" / name).parent.mkdir(exist_ok=True)
+        (site.folder / "none" / name).symlink_to(site.folder / name)
+    shutil.copytree(site.folder / "slurm", site.folder / "none" / "slurm")
+    path = site.folder / "none" / "slurm" / "site.sh"
+    path.write_text(f"source {site.cluster.site(site.python)}\nexport FILES_FROM_NODES=2\n")
+    words = "--parsable --export=NONE --gpus-per-node=1 --time=10 slurm/multi-node.sbatch jobs/digits.py --epochs 1"
+    job = site.run("bash", "-c", f"cd none && sbatch {words}").strip()
+    site.cluster.wait_for(
+        lambda: site.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), f"job {job}", 250
+    )
+    output = (site.folder / "none" / f"mpitrain-{job}.out").read_text()
+    assert site.state(job) == "COMPLETED" and fom(output)["status"] == "ok", output
+    files = sorted((site.folder / "none" / "runs" / f"mpitrain-{job}" / "output").iterdir())
+    assert len(files) == 2 and "FOM" in files[0].read_text()
 
 
 def test_submit_hands_on_what_sbatch_takes_and_says_what_it_refuses(site: Site) -> None:

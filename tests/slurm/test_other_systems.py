@@ -87,7 +87,7 @@ def test_what_is_filled_in_stands_in_the_head(system: str) -> None:
 
 @pytest.mark.parametrize(
     ("time", "seconds"),
-    [("90", 5400), ("90:30", 5430), ("4:00:00", 14400), ("1-2", 93600), ("1-2:3", 93780), ("0-0:0:7", 7)],
+    [("90", 5400), ("90:30", 5430), ("4:00:00", 14400), ("1-2", 93600), ("1-2:3", 93780), ("0-0:5:7", 307)],
 )
 def test_limits_are_read_as_sbatch_does(time: str, seconds: int) -> None:
     text = render(Script("multi-node", system="pbs", time=time))
@@ -217,12 +217,12 @@ MPIRUN = "-x PATH -x OMP_NUM_THREADS"
 TRAINED = 'bash -c trap "" USR1; exec "$@" rank mpitrain train job.py --lr 1 --run-dir run --resume auto'
 LINES = {
     ("pbs", "mpirun"): (
-        f"mpirun -n 2 {MPIRUN} --map-by ppr:1:node --hostfile run/each ",
+        f"mpirun -n 2 {MPIRUN} --map-by ppr:1:node --hostfile run/each-n1 ",
         f"mpirun -n 4 {MPIRUN} --hostfile run/hosts --oversubscribe --bound ",
     ),
-    ("lsf", "mpiexec"): ("mpiexec -n 2 -ppn 1 -f run/each ", "mpiexec -n 4 -f run/hosts --bound "),
+    ("lsf", "mpiexec"): ("mpiexec -n 2 -ppn 1 -f run/each-n1 ", "mpiexec -n 4 -f run/hosts --bound "),
     ("pbs", "pals"): (
-        "mpiexec -n 2 --ppn 1 --hostfile run/each ",
+        "mpiexec -n 2 --ppn 1 --hostfile run/each-n1 ",
         "mpiexec -n 4 --ppn 2 --hostfile run/hosts.once --bound ",
     ),
     ("flux", "flux"): (
@@ -252,7 +252,7 @@ def test_a_job_looks_at_its_nodes_places_and_trains(system: str, launcher: str, 
         "mpitrain train job.py --lr 1 --dry-run --gpus-per-node 4 --hosts n1 n2 --write-hosts run/hosts",
         ranks + TRAINED,
     ]
-    assert (tmp_path / "run" / "each").read_text() == "n2\n"  # the one that was asked last, on its own
+    assert (tmp_path / "run" / "each-n2").read_text() == "n2\n"  # asked again on its own
     assert (
         stage.run(system, code=3, ENDS="3")[-1] == ranks + TRAINED
     )  # a missed target ends the job with its code

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import UsageError
-from mpitrain.slurm import KINDS, Script, may_requeue, render, render_site
+from mpitrain.slurm import KINDS, Script, may_requeue, render, render_site, script_parts
+from mpitrain.slurm.limits import lead
 from mpitrain.slurm.requeue import decide, decide_without_checkpoint
 from mpitrain.slurm.script import make
 from mpitrain.slurm.status import describe
+from mpitrain.system.time_limit import needs_now
 
 ROOT = Path(__file__).resolve().parents[2]
 FILLED = Script(
@@ -109,6 +111,93 @@ def test_a_restart_needs_a_checkpoint_progress_and_a_number_left() -> None:
     assert decide((80, "second"), before(20, 100), 20).again  # the one at 100 was damaged
     assert not decide(here, before(1, 2, 3), 3).again and decide(here, before(1, 2), 3).again
     assert not decide(here, before(1), 3, count=3).again  # by Slurm itself, or by hand
+
+
+def test_progress_takes_time_and_not_single_steps() -> None:
+    """Starts that are signalled at once make a step each, and a checkpoint of it."""
+
+    def answer(*shares: float | None):
+        before = [(number, "first") for number in range(len(shares) - 1)]
+        return decide((100, "first"), before, 20, None, shares)
+
+    assert answer(0.01).again and answer(0.01, 0.01, 0.01).again
+    assert not answer(0.5, 0.01, 0.01, 0.0, 0.09).again
+    assert "have trained for less than 10 % of their time" in answer(0.0, 0.0, 0.0, 0.0).reason
+    assert answer(0.0, 0.0, 0.0, 0.2).again and answer(0.0, 0.2, 0.0, 0.0).again
+    assert answer(0.0, 0.0, 0.0, None).again  # unknown
+
+
+def test_the_share_of_time_is_read_from_results_and_written_down(tmp_path: Path) -> None:
+    answers = []
+    for mark in range(4):
+        (tmp_path / "checkpoints").mkdir(exist_ok=True)
+        whole(tmp_path, mark + 1)
+        (tmp_path / "REQUEUE").touch()
+        (tmp_path / "result.json").write_text('{"train_s": 0.1, "wall_s": 20.0}')
+        answers.append(may_requeue(tmp_path))
+    assert [answer.again for answer in answers] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "lead_s"), [(0, 300), (14400, 300), (1500, 300), (600, 120), (300, 60), (120, 30)]
+)
+def test_the_lead_follows_the_limit(limit_s: int, lead_s: int) -> None:
+    assert lead(limit_s, 300) == lead_s
+    text = render(Script("single-node", time=f"0:{limit_s // 60}:{limit_s % 60}"))
+    assert f"--signal=B:USR1@{lead_s} --requeue" in text
+
+
+CLOCK = """
+date() { echo "$NOW"; }
+sleep() { echo "in $1 s" >>"$TOLD"; }
+kill() { echo "$1" >>"$TOLD"; }
+requeue() { echo requeue >>"$TOLD"; }
+nothing_runs() { echo "nothing runs" >>"$TOLD"; exit 75; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "after_s", "number", "told"),
+    [
+        (300, 2, "USR1", "in 238 s -USR1"),  # at the start of a job in a debug queue, whose script has 300 s
+        (300, 2, "TERM", "nothing runs"),  # a preemption
+        (300, 239, "USR1", "nothing runs"),  # put off until now
+        (900, 599, "USR1", "in 121 s -USR1"),
+        (900, 200, "USR1", "nothing runs"),  # somebody's own
+        (14400, 14100, "USR1", "nothing runs"),
+        (14400, 7, "USR1", "nothing runs"),
+    ],
+)
+def test_a_signal_that_comes_too_early_for_a_short_limit_is_put_off(
+    tmp_path: Path, limit_s: int, after_s: int, number: str, told: str
+) -> None:
+    known = {"@signal_s@": "300", "@least_lead_s@": "30", "@least_s@": "90", "@least_minutes@": "2"}
+    limit = script_parts.LIMIT
+    for name, value in known.items():
+        limit = limit.replace(name, value)
+    env = {"NOW": str(1000 + after_s), "TOLD": str(tmp_path / "told"), "PATH": "/usr/bin:/bin"}
+    env |= {"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": str(1000 + limit_s)}
+    hear = "now=1; on_signal" if number == "TERM" else "on_signal"
+    text = f"set -euo pipefail\nsignals=0 now=0\n{limit}{script_parts.SIGNALS}{CLOCK}{hear}\nwait\n"
+    subprocess.run(["bash", "-c", text], env=env, capture_output=True)
+    assert " ".join((tmp_path / "told").read_text().split("\n")).strip() == told
+
+
+def test_a_limit_that_is_too_short_ends_the_script_before_anything_starts() -> None:
+    text = render(Script("single-node"))
+    limit = text[text.index("left=0 LEAD=") : text.index("export MPITRAIN_LEAD_S")]
+    env = {"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": "1060", "PATH": "/usr/bin:/bin"}
+    run = subprocess.run(["bash", "-c", limit], env=env, capture_output=True, text=True)
+    assert run.returncode == 2 and "within a limit of 60 s" in run.stderr
+    env["SLURM_JOB_END_TIME"] = "1120"
+    assert subprocess.run(["bash", "-c", limit], env=env).returncode == 0
+
+
+def test_a_rank_asks_by_itself_where_a_checkpoint_takes_longer_than_the_lead() -> None:
+    env = {"MPITRAIN_LEAD_S": "300", "SLURM_JOB_END_TIME": "10000"}
+    assert not needs_now(100.0, 9999.0, env)  # the script asks
+    assert not needs_now(200.0, 9569.0, env) and needs_now(200.0, 9571.0, env)
+    assert not needs_now(200.0, 9999.0, {"SLURM_JOB_END_TIME": "10000"})  # not in a script of ours
 
 
 def test_what_had_no_chance_to_write_a_checkpoint_runs_again_a_few_times() -> None:

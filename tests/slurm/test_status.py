@@ -85,6 +85,19 @@ WHILE = [
         {},
         "no result: Slurm says TIMEOUT, exit code 0 while its nodes are looked at",
     ),
+    ("SUSPENDED", ["0 started n1", "0 ranks"], {}, "suspended by Slurm: it goes on when it is resumed"),
+    (
+        "CANCELLED",
+        ["0 started n1", "0 ranks", "0 requeued", "0 ended 75"],
+        {},
+        "asked to end before its ranks had begun",
+    ),
+    (
+        "FAILED",
+        ["0 started n1", "0 preflight", "0 unfit", "0 ended 4"],
+        {},
+        "preflight failed, exit code 4, and no node",
+    ),
     ("FAILED", ["0 submitted"], {"code": 2}, "no result: Slurm says FAILED, exit code 2; see the job's log"),
 ]
 

@@ -67,6 +67,8 @@ REFUSED = {
     "--set sweep=comment.txt array-sweep job.py": "comment.txt has no line with options",
     "--set sweep=good.txt --set array=0-2 array-sweep job.py": "the sweep has 2 line.s., so 1 is the last index",
     "--set sweep=good.txt array-sweep job.py --epochs 0": "--epochs",
+    "multi-node job.py --set nodes=1280": "--set nodes=1280 after JOB.*before KIND: --set nodes=1280 multi-node job.py",
+    "--set time=1 single-node job.py": "time='1': nothing can be trained within 60 s, of which the last 30 s",
     "--sbatch n3 single-node job.py": "sbatch option 'n3': an option that goes with a script",
     "--sbatch --wrap=ls single-node job.py": "sbatch option '--wrap=ls'",
     "--sbatch --comment=$HOME single-node job.py": "without quotes, #",
@@ -74,18 +76,19 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_run_is_refused_before_it_is_queued(
+def test_what_cannot_run_is_refused_before_it_is_queued_or_rendered(
     words: str, queue: Path, capfd: pytest.CaptureFixture
 ) -> None:
     import re
 
-    try:
-        code = main(["slurm", "submit", *words.split()])
-    except SystemExit as error:
-        code = error.code
-    told = capfd.readouterr().err
-    assert code == 2 and re.search(REFUSED[words], told), told
-    assert "Traceback" not in told and not queue.exists()
+    for action in ("submit", "render"):
+        try:
+            code = main(["slurm", action, *words.split()])
+        except SystemExit as error:
+            code = error.code
+        out, told = capfd.readouterr()
+        assert code == 2 and re.search(REFUSED[words], told), told
+        assert "Traceback" not in told and not queue.exists() and "#SBATCH" not in out
 
 
 def test_what_is_queued(
