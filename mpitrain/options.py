@@ -1,13 +1,16 @@
 """Parameters that a job file declares with `Options`, and `--set GROUP.NAME=VALUE` or a configuration file replaces.
 
 Invariants: the default says of which type a value is, and a text of another type is refused. While a job file is read,
-every declaration is noted and every setting must find one; outside, the defaults hold.
+every declaration is noted and every setting must find one; outside, the defaults hold, but in processes that a run has
+started, which have the run's.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -66,6 +69,7 @@ class _Reading:
                 )
 
 
+_HANDED_ON = "MPITRAIN_JOB_SETTINGS"
 _reading: ContextVar[_Reading | None] = ContextVar("reading", default=None)
 
 
@@ -96,6 +100,8 @@ class Options(Mapping[str, Any]):
             if name.startswith("_") or name in dir(Mapping):
                 raise UsageError(f"Options: {group}.{name}: this name is a method's; take another")
         reading = _reading.get()
+        if reading is None:
+            reading = _handed_on(sys._getframe(1).f_globals.get("__file__"))
         self._group = group
         self._values = checked if reading is None else reading.declare(group, checked)
 
@@ -135,6 +141,24 @@ def reading(path: str, settings: Sequence[str]) -> Iterator[Mapping[str, Any]]:
     finally:
         _reading.reset(token)
     now.check(path)
+
+
+def hand_on(path: str, settings: Sequence[str]) -> None:
+    """Let processes that this one starts, and that import the job file at `path` by its name, declare it with the same
+    settings: a loader's process that is not forked makes its own of it.
+    """
+    os.environ.pop(_HANDED_ON, None)
+    if settings:
+        os.environ[_HANDED_ON] = json.dumps([os.path.realpath(path), list(settings)])
+
+
+def _handed_on(file: str | None) -> _Reading | None:
+    """Settings for the file that declares, if another process has handed them on."""
+    text = os.environ.get(_HANDED_ON)
+    if text is None or file is None:
+        return None
+    path, settings = json.loads(text)
+    return _Reading(settings) if os.path.realpath(file) == path else None
 
 
 def split_setting(text: str) -> tuple[str, str]:

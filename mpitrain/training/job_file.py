@@ -7,15 +7,14 @@ this package.
 from __future__ import annotations
 
 import dataclasses
-import runpy
-import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
-from mpitrain.options import reading
+from mpitrain.options import hand_on, reading
+from mpitrain.system.user_module import run_file
 from mpitrain.values import nearest
 
 
@@ -39,6 +38,7 @@ def load_job(path: str, settings: Sequence[str] = ()) -> Job:
         UsageError: no such file, it does not define `job = mpitrain.Job(...)`, or it declares no such parameter, or one
             of another type.
     """
+    hand_on(path, settings)
     with reading(path, settings) as declared:
         job = _run_file(path)
     if job.options:
@@ -52,9 +52,8 @@ def _run_file(path: str) -> Job:
     file = Path(path)
     if not file.is_file():
         raise UsageError(f"no job file {path!r} (looked in {Path.cwd()})")
-    sys.path.insert(0, str(file.resolve().parent))
     try:
-        names = runpy.run_path(str(file), run_name="mpitrain_job")
+        names = run_file(file)
     except SyntaxError as error:
         where = f"{error.filename}, line {error.lineno}"
         raise UsageError(f"{where}: {error.msg}: {(error.text or '').strip()}") from None
@@ -73,8 +72,6 @@ def _run_file(path: str) -> Job:
         ) from None
     except SystemExit as end:
         raise UsageError(f"{file} exits ({end.code!r}) before it has defined its `job`") from None
-    finally:
-        sys.path.pop(0)
     job = names.get("job")
     if not isinstance(job, Job):
         found = "no 'job'" if job is None else f"'job' is {type(job).__name__}"

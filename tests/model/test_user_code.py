@@ -134,11 +134,11 @@ def test_what_is_no_module_and_no_optimizer_is_refused():
 
 
 @pytest.mark.parametrize("key", ["data", "validate", "synthetic"])
-def test_arrays_are_no_source(key):
+def test_an_iterator_is_no_source(key):
     with pytest.raises(
-        UsageError, match=rf"{key} must be mpitrain.Shards.* got builtins's dict.*mpitrain.pack"
+        UsageError, match=rf"{key} must be mpitrain.Shards.* got builtins's list_iterator.*mpitrain.pack"
     ):
-        toy.make_job(**{key: BATCH})
+        toy.make_job(**{key: iter([BATCH])})
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ variable by nature, other values where they are declared so.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from mpitrain.data.read.order import IntArray
 from mpitrain.data.sources.base import ArraySource, Source, content_digest
 from mpitrain.errors import DataError, UsageError
 from mpitrain.system.outside import at_home
+from mpitrain.system.user_module import run_file
 
 PROBES = 64  # samples looked at to learn what they are like
 STREAM_BATCH = 64
@@ -167,8 +168,4 @@ def _load(place: str) -> Any:
     path = at_home(place)
     if not path.is_file():
         raise UsageError(f"{path}: no such file (looked in {Path.cwd()})")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**run_file(path))
