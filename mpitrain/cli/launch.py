@@ -83,6 +83,21 @@ def add_parser(commands: Any) -> None:
         help='further arguments for the launcher itself, such as "--hostfile FILE"',
     )
     parser.add_argument(
+        "--interface",
+        default="",
+        metavar="NAME",
+        help="network interface that ranks listen and talk on, such as ib0 (default: shared memory alone on one node, "
+        "MPI's choice over several)",
+    )
+    _add_patience(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the command line instead of running it")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="what every rank runs")
+    parser.set_defaults(run=run_launch)
+
+
+def _add_patience(parser: argparse.ArgumentParser) -> None:
+    """How often, and after how long, a launch is given up."""
+    parser.add_argument(
         "--max-restarts",
         type=natural,
         default=3,
@@ -106,9 +121,6 @@ def add_parser(commands: Any) -> None:
         help="end the MPI launcher when nothing was heard of a host for so long, and no other rank gets on; 0 is "
         "never (default 120)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the command line instead of running it")
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="what every rank runs")
-    parser.set_defaults(run=run_launch)
 
 
 def run_launch(arguments: argparse.Namespace) -> int:
@@ -252,6 +264,7 @@ class _Launch:
             is_root=os.geteuid() == 0,
             fault_tolerance=self.arguments.ft,
             host_args=self.host_args,
+            interface=self.arguments.interface,
             environ={**os.environ, **extra, **terminal},
         )
         return command, env | extra | terminal

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.doctor.judge import ALL_PAIRS, SAMPLED_ROUNDS, SLOW, Link, disjoint, judge, rounds, sharing
 from mpitrain.doctor.judge import Verdict as Links
-from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED
+from mpitrain.doctor.listening import listening
+from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED, printable
 from mpitrain.system.atomic import write_whole
 from mpitrain.system.launch_variables import node_name
 
@@ -36,6 +37,7 @@ def run_comm(runtime: Runtime, failing: Path | None, slow: float = SLOW, figures
     within = _within_nodes(runtime)
     more = _together(runtime) if figures is not None else {}
     devices = runtime.gather(_device(runtime.local_rank))
+    open_ports = runtime.gather(listening())
     code = 0
     if runtime.rank == 0 and names is not None and devices is not None:
         by_node = {node: names[rank] for rank, node in reversed(list(enumerate(runtime.nodes)))}
@@ -47,6 +49,10 @@ def run_comm(runtime: Runtime, failing: Path | None, slow: float = SLOW, figures
             [(by_node[int(a)], by_node[int(b)]) for a, b in verdict.links],
         )
         code = _report(names, links, found, within, devices, failing)
+        assert open_ports is not None
+        for rank, places in enumerate(open_ports):
+            told = ", ".join(places) or "nowhere"
+            print(printable(f"{names[rank]}: rank {rank} listens: {told}"), flush=True)
     return int(runtime.broadcast(code))
 
 

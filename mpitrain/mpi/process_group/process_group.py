@@ -89,7 +89,7 @@ def _serve_store(runtime: Runtime) -> dist.TCPStore:
     when all have reached it: rank 0 may drop it soon, where a backend is missing."""
     host = "127.0.0.1" if runtime.num_nodes == 1 else os.environ.get("MASTER_ADDR", socket.gethostname())
     if runtime.rank == 0:
-        store = dist.TCPStore(host, 0, runtime.size, is_master=True, wait_for_workers=False)
+        store = _listening_store(host, runtime.size, runtime.num_nodes == 1)
         runtime.broadcast([host, store.port])
         runtime.agree(None)
         return store
@@ -101,6 +101,17 @@ def _serve_store(runtime: Runtime) -> dist.TCPStore:
         raise
     runtime.agree(None)
     return store
+
+
+def _listening_store(host: str, size: int, local: bool) -> dist.TCPStore:
+    """torch's own listens on every network; of ranks of one node, on the loopback alone."""
+    if not local:
+        return dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+    with socket.create_server((host, 0)) as listener:
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
 
 
 def share_store() -> None:
