@@ -137,7 +137,7 @@ def test_what_is_left_of_an_epoch_is_nobodys_in_a_state_where_workers_are_not_ra
 
 
 def test_what_shards_judge_apart_is_dealt_first_in_order_and_counts_as_dealt_once():
-    """A run of six batches: the dealer's own shard has the first two, the other one the first, the third and the fourth."""
+    """Of a run of six batches the dealer's own shard has the first two, the other one the first, third and fourth."""
     dealer = BatchDealer(40, 1, 2, num_batches=6)
     dealt = [dealer.deal(0) for _ in range(2)]
     for _ in dealt:
