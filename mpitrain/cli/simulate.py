@@ -51,7 +51,7 @@ examples:
   mpitrain simulate jobs/digits.py --strategy "async()" --strategy "sync()" \\
       --workers 1,2,4,8 --network "gbe1()" --target accuracy=0.9 --html s.html
   mpitrain simulate jobs/digits.py --strategy "allreduce()" --timing-only \\
-      --workers 100,1000 --steps 50 --synthetic
+      --workers 100,1000 --steps 50
   mpitrain simulate jobs/digits.py --strategy "allreduce()" --timing-only \\
       --inject "crash(mtbf_s=600)" --costs "costs(restart_s=60)" --workers 64
   mpitrain simulate --replay runs/digits-20261121-024707"""

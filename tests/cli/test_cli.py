@@ -115,7 +115,10 @@ def test_every_example_in_the_help_parses(words: list[str], capsys: pytest.Captu
 
     with pytest.raises(SystemExit):
         cli.main([*words, "--help"])
-    examples = capsys.readouterr().out.replace("\\\n", " ").partition("examples:\n")[2].splitlines()
+    text = re.sub(
+        r" *\\\n *", " ", capsys.readouterr().out
+    )  # all of an example that goes on in the next line
+    examples = text.partition("examples:\n")[2].splitlines()
     if words != ["data"]:  # whose examples are its subcommands'
         assert examples
     for line in examples:
