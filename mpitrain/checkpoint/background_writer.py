@@ -56,6 +56,7 @@ class CheckpointWriter:
         on_written: Callable[[Path, tuple[str, ...]], None] = lambda folder, parts: None,
     ):
         self.run_dir, self.part, self.policy, self.keep = run_dir, part, policy, keep
+        self.writes_last = not policy.is_never
         self.identity = identity
         self.about, self.asked, self._warn, self._more = about, asked, warn, more
         self.writers, self._faults, self._num_begun = writers, faults, 0

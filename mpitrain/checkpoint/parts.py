@@ -107,6 +107,17 @@ class Checkpoint(NamedTuple):
         """The state of one part, or None where the checkpoint has none of that name."""
         return read_part(self.folder, name, self.identity) if name in self.parts else None
 
+    def num_samples(self) -> int:
+        """Accepted samples: what the dealing server had counted; ranks that take the same steps write at the samples
+        in the name.
+
+        Raises:
+            CheckpointError: as `read_numbers`.
+        """
+        role = read_numbers(self.folder, FIRST_PART, "role", self.identity)
+        counted = role.get("ledger") if isinstance(role, dict) else None
+        return int(counted["samples_accepted"]) if counted else self.checkpoint_at
+
     def shards(self) -> int:
         """How many shards it was written from."""
         return sum(name.startswith("shard-") for name in self.parts)

@@ -198,7 +198,8 @@ def add_job_options(
     job.add_argument(
         "--init-partial", action="store_true", help="of --init load what fits, and report what does not"
     )
-    job.add_argument("--steps", type=positive, metavar="N", help="stop after N updates")
+    text = "stop after N batches for every worker: N updates where they step together, N for each of them in async()"
+    job.add_argument("--steps", type=positive, metavar="N", help=text)
     job.add_argument(
         "--target",
         action="append",

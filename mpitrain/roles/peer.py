@@ -121,6 +121,9 @@ class Peer:
                 if self.checkpoints.ended:
                     break
         yield from self._meet()
+        if self.checkpoints is not None and self.checkpoints.is_last(self.partition.samples):
+            save = self.checkpoints.save
+            yield Compute(lambda: save(self.state()), "checkpoint")
         if self._has_left:
             yield from self._hear_last()
         if info:

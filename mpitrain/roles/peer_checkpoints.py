@@ -22,16 +22,18 @@ class PeerCheckpoints:
         writer: of this peer's parts; parts: all parts of a checkpoint, on the first peer.
         cadence: when; time, where that counts, is looked at by the first peer alone.
         asynchronous: peers do not wait for one another.
+        written_at: samples of the checkpoint from which the run goes on.
     """
 
     def __init__(
-        self, writer: CheckpointWriter, parts: list[str], cadence: Cadence, asynchronous: bool = False
-    ):
+        self, writer: CheckpointWriter, parts: list[str], cadence: Cadence, asynchronous: bool = False,
+        written_at: int = 0,
+    ):  # fmt: skip
         self.writer, self.parts, self.cadence, self.asynchronous = writer, parts, cadence, asynchronous
         self.ended = False
         self._wants_end = False
         self._now = False  # decided by what a peer was asked, or by time
-        self._due_samples, self._asked_s = 0, 0.0
+        self._due_samples, self._asked_s = written_at, 0.0
 
     def asked(self) -> bool:
         """Whether this peer was asked to end, or wants to."""
@@ -64,6 +66,12 @@ class PeerCheckpoints:
         if due:
             self._now, self._due_samples = False, samples
             self.cadence.go_on_from(samples)
+        return due
+
+    def is_last(self, samples: int) -> bool:
+        """Whether to write now that the run has come to its end."""
+        due = self.writer.writes_last and samples > self._due_samples
+        self._due_samples = max(samples, self._due_samples)
         return due
 
     def try_out(self, state: Callable[[], dict[str, Any]]) -> None:

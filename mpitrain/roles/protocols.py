@@ -149,6 +149,10 @@ class CheckpointWriter(Protocol):
     @property
     def writers(self) -> tuple[int, ...]: ...
 
+    @property
+    def writes_last(self) -> bool:
+        """Whether the end of a run is written, too."""
+
     def time_is_up(self) -> bool:
         """Whether the policy counts time, and so much has passed since the last checkpoint."""
 

@@ -143,6 +143,8 @@ class Checkpoints:
 class VirtualWriter:
     """One rank's part of every checkpoint: `roles.protocols.CheckpointWriter`."""
 
+    writes_last = False  # nobody goes on from the end of a virtual run
+
     def __init__(
         self, checkpoints: Checkpoints, part: str, num_bytes: float, writers: tuple[int, ...] = (),
         is_due: Callable[[], bool] | None = None,

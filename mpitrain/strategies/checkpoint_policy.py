@@ -27,6 +27,11 @@ class CheckpointPolicy(NamedTuple):
     auto: bool = False
     mtbf_s: float = 86400.0
 
+    @property
+    def is_never(self) -> bool:
+        """Whether nothing is to be written."""
+        return not (self.samples or self.seconds or self.auto)
+
     def interval_s(self, cost_s: float | None) -> float:
         """Seconds between two checkpoints; infinite where samples are counted instead."""
         if self.seconds:

@@ -127,13 +127,13 @@ class Validations(ValidationCadence):
         }  # fmt: skip
 
 
-def begin_from(run_dir: Path, source: Path | None, checkpoint_at: int | None) -> None:
+def begin_from(run_dir: Path, source: Path | None, num_samples: int | None) -> None:
     """On one rank, before a run begins: what it knows of the best of its validations so far.
 
     Args:
-        source: the run directory that it goes on from; checkpoint_at: accepted samples there, None from the beginning.
+        source: the run directory that it goes on from; num_samples: accepted samples there, None from the beginning.
     """
-    if checkpoint_at is None or source is None:
+    if num_samples is None or source is None:
         for name in (BEST_FILE, BEST_MODEL_FILE):
             (run_dir / name).unlink(missing_ok=True)
         return
@@ -141,9 +141,9 @@ def begin_from(run_dir: Path, source: Path | None, checkpoint_at: int | None) ->
     if record is None or "since" not in record:
         return
     if source.resolve() != run_dir.resolve():
-        if record["samples"] > checkpoint_at:  # that run has gone further than this one has come
+        if record["samples"] > num_samples:  # that run has gone further than this one has come
             return
         with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(source / BEST_MODEL_FILE, run_dir / BEST_MODEL_FILE)
-    record["since"] = [samples for samples in record["since"] if samples <= checkpoint_at]
+    record["since"] = [samples for samples in record["since"] if samples <= num_samples]
     write_json(run_dir / BEST_FILE, record)

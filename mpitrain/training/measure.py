@@ -251,6 +251,11 @@ class Meter:
         self.last_samples, self.step = samples, step
         self.report.progress(samples, step, epoch, loss, **fields)
 
+    def go_on_from(self, samples: int) -> None:
+        """So many samples were accepted before this start."""
+        self.start_samples = self.first_samples = self.last_samples = samples
+        self.windows = Windows(self.begin_s, samples)
+
     def event(self, name: str, **fields: Any) -> None:
         """Something to put on record."""
         self.report.event(name, **fields)

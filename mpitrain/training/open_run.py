@@ -137,6 +137,10 @@ def _take_over(
     if found is None and source is not None and not auto:
         raise UsageError(f"--resume {source}: no checkpoint there (looked in {source / FOLDER})")
     goes_on = source is not None and source.resolve() == run_dir
+    if goes_on and found is None and _is_finished(run_dir):
+        goes_on = False
+        reason = "the run here has ended, and wrote no checkpoint to go on from: a new one begins"
+        events.append(("no checkpoint", {"reason": reason}))
     run = new_run_id()
     if goes_on:
         run = found.identity.run if found else run_of(run_dir) or run
@@ -150,7 +154,8 @@ def _take_over(
             f"{run_dir} cannot be written to, or the files of an earlier run there cannot be moved aside: {error}; "
             "give another --run-dir"
         ) from error
-    begin_from(run_dir, source, found.checkpoint_at if found else None)
+    num_samples = found.num_samples() if found else None
+    begin_from(run_dir, source, num_samples)
     if found is None and goes_on and listed(run_dir):
         events.append(("checkpoint passed over", {"reason": "none was ever finished; the run begins anew"}))
     if found is not None:
@@ -160,10 +165,15 @@ def _take_over(
         events.append(
             (
                 "resume",
-                {"checkpoint": str(found.folder), "samples": found.checkpoint_at, "run": found.identity.run},
+                {"checkpoint": str(found.folder), "samples": num_samples, "run": found.identity.run},
             )
         )
     return run
+
+
+def _is_finished(run_dir: Path) -> bool:
+    """Whether the run in this directory has come to its end."""
+    return (read_json(run_dir / "result.json") or {}).get("status") in ("ok", "missed")
 
 
 def _clear_beyond(run_dir: Path, checkpoint_at: int) -> None:

@@ -240,10 +240,11 @@ def prepare(
     environment = runtime.gather(
         {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank]}
     )
-    resumed_at = session.resume.checkpoint_at if session.resume else 0
     account = session.account = Account(runtime, run_dir, opened.identity.attempt)
     attempt(runtime, lambda: account.begin(session.resume.folder.parent.parent if session.resume else None))
-    attempt(runtime, lambda: session.open_report(resumed_at, job_file) if runtime.rank == 0 else None)
+    attempt(
+        runtime, lambda: session.open_report(_resumed_at(session), job_file) if runtime.rank == 0 else None
+    )
     if runtime.rank == 0:
         forget_reports(run_dir)
         text = json.dumps({**collect(runtime), "ranks": environment}, indent=2, sort_keys=True, default=str)
@@ -258,6 +259,11 @@ def prepare(
     begin_trace(runtime, job, session.role, run_dir)
     signals.install()
     return session
+
+
+def _resumed_at(session: Session) -> int:
+    """Accepted samples from which the run goes on."""
+    return session.resume.num_samples() if session.resume else 0
 
 
 def begin(runtime: Ranks) -> None:

@@ -52,6 +52,14 @@ class CheckpointSchedule:
             at = self.writer.next_checkpoint_at(samples)
             self.request = CheckpointRequest(at) if at else None
 
+    def look_at_end(self, samples: int, restored: int) -> bool:
+        """Whether this server, which is the only one that writes, does so when all workers have left. `restored`: of
+        the checkpoint from which the run went on."""
+        if self.writer is None or not self.writer.writes_last or samples <= max(self.last, restored):
+            return False
+        self.request = CheckpointRequest(samples)
+        return True
+
     def hear(self, request: CheckpointRequest | None, samples: int) -> None:
         """Take over what a push brings: the next point from the dealing server, or that its sender has been asked to
         end."""

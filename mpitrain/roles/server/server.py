@@ -97,6 +97,7 @@ class Server:
         self.table = WorkerTable(workers, strategy.warmup.first(workers))
         self.memory = strategy.start(tuple(sorted(self.table.active)))
         self.failure = ""
+        self._restored_samples = 0
         self._answers: dict[type[Message], Callable[[int, Any], Steps]] = {
             Join: self._on_join, Push: self._on_push, Done: self._on_done, Note: self._on_note, Pull: self._on_pull,
             PullRows: self._on_pull_rows,
@@ -111,6 +112,10 @@ class Server:
         if (
             self.checkpoints.final and not self.checkpoints.ended
         ):  # everybody has left before this shard came to that point
+            yield from self._write_checkpoint()
+        elif not (self.failure or self.checkpoints.ended) and self.checkpoints.look_at_end(
+            self.counts.samples_accepted, self._restored_samples
+        ):
             yield from self._write_checkpoint()
         for worker in self.table.in_turn(*WANTING_FINAL):
             payload = self.store.read(worker, full=True)
@@ -439,6 +444,7 @@ class Server:
         """
         self.failure, self.applied_samples = state["failure"], state["applied_samples"]
         self.counts.restore(state["ledger"])
+        self._restored_samples = self.counts.samples_accepted
         self.processed = ProcessedSamples.of(state["processed"], self.epoch_samples)
         pieces = [
             (low, high, ProcessedSamples.of(piece, self.epoch_samples))

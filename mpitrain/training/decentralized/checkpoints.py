@@ -51,7 +51,8 @@ def make_checkpoints(
         return None, writer
     parts = [own_part(rank) for rank in range(runtime.size)] if runtime.rank == 0 else []
     samples = session.resume.checkpoint_at if session.resume else 0
-    return PeerCheckpoints(writer, parts, Cadence(writer.policy, samples), strategy.asynchronous), writer
+    cadence = Cadence(writer.policy, samples)
+    return PeerCheckpoints(writer, parts, cadence, strategy.asynchronous, samples), writer
 
 
 def begin(session: Session, peer: Peer, replica: PeerReplica, ticks: Ticks) -> None:

@@ -362,6 +362,8 @@ class SplitRun(Stepper):
         return dict(runtime.broadcast(attempt(runtime, summed_up)))
 
     def _outcome(self) -> dict[str, Any]:
+        if not self.failure:
+            self.checkpoints.finish(self.samples)
         self.checkpoints.writer.wait()
         path = self.session.run_dir / MODEL_FILE
         metadata = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}

@@ -140,22 +140,22 @@ def _serve(
     shard = roles.servers.index(runtime.rank)
     store = builder.store(shard, optimizer)
     num_pushes = math.ceil(session.total_samples() / (session.job.step_samples * strategy.push_every))
-    resume = session.resume
-    meter = Meter(session.report, num_warmup(num_pushes), resume.checkpoint_at if resume else 0)
-    # workers with state of their own: the validator's running statistics, and everybody's optimizer, residual or
-    # trained buffers where there are any (or hooks, which may change its options)
-    own = strategy.optimizer == "worker" or not strategy.push_codec.is_none or bool(StepHooks(optimizer, ()))
-    own = own or bool(trained_buffers(model.module))
+    meter = Meter(session.report, num_warmup(num_pushes))
+    own = _workers_hold_their_own(builder, optimizer)
     writers = roles.workers if own else (roles.validator,)
     writer = make_checkpoint_writer(
         session, f"shard-{shard}", about_this_run, lambda: {"store": store.state()}, writers
     )
+    # of workers' parts that belong to the end nobody knows when all have left, nor do servers agree on a name for it
+    alone = strategy.servers == 1 and not (own or strategy.reduces or list(model.module.buffers()))
+    writer.writes_last = writer.writes_last and alone
     by_heartbeat = runtime.fault_tolerance == "heartbeat"
     floor_s = math.inf if strategy.needs_all else session.overrides.heartbeat_s
     server = builder.server(shard, store, meter, writer, floor_s, by_heartbeat)
 
     def restore() -> None:
         _restore_server(session, server, store, model.layout, shard)
+        meter.go_on_from(server.counts.samples_accepted)
         writer.try_out(server.state)
 
     attempt(runtime, restore)
@@ -191,6 +191,15 @@ def _serve(
     if runtime.rank == roles.dealer:
         outcome["result"] = {**meter.result(), **{key: counts[key] for key in _SHOWN}, **server.delivered}
     return outcome
+
+
+def _workers_hold_their_own(builder: RoleBuilder, optimizer: Optimizer) -> bool:
+    """Whether workers have state that no server has, beside the validator's running statistics: an optimizer, residuals
+    or trained buffers, or hooks, which may change the optimizer's options."""
+    strategy = builder.strategy
+    coded = not strategy.push_codec.is_none
+    hooked = bool(StepHooks(optimizer, ()))
+    return strategy.optimizer == "worker" or coded or hooked or bool(trained_buffers(builder.model.module))
 
 
 def _aggregate(session: Session, builder: RoleBuilder) -> dict[str, Any]:

@@ -170,6 +170,11 @@ class StepCheckpoints:
             if samples > self._written_at:
                 self._write(samples)
 
+    def finish(self, samples: int) -> None:
+        """The run has come to its end, between two steps: more epochs go on from there."""
+        if samples > self._written_at and self.writer.writes_last:
+            self._write(samples)
+
     def _agree(self, step: int) -> tuple[bool, bool, bool]:
         wanted = self._cadence.steps_to_next_question(step, self._asked_s, time.monotonic())
         timed = self.rank == 0 and self.writer.time_is_up()

@@ -316,6 +316,8 @@ class Trainer:
         injected = self.delay.straggler.counts()
         outcome: dict[str, Any] = {"detail": detail, "failure": self.stepper.failure, "injected": injected}
         outcome["requeue"] = self.checkpoints.ended
+        if not self.stepper.failure:
+            self.checkpoints.finish(self.stepper.samples)
         self.checkpoints.writer.wait()
         outcome["unwritten"] = self.checkpoints.writer.unwritten
         if self.rank == 0:

@@ -1,0 +1,59 @@
+"""The end of a run: what more epochs go on from, and that counts are counts, not names of checkpoints."""
+
+import json
+
+import pytest
+
+import mpitrain as mt
+from mpitrain.checkpoint.parts import listed, newest
+from mpitrain.training.measure import same_model
+from mpitrain.values import parse
+from tests import toy
+
+
+def train(path, strategy, **options):
+    fields = {"checkpoint_every": "auto", "epochs": 1, "data": toy.Memory(48), "model": lambda: toy.wide(4)}
+    fields |= {
+        name: options.pop(name)
+        for name in ("checkpoint_every", "model", "patience", "epochs")
+        if name in options
+    }
+    job = toy.make_job(optimizer=toy.sgd, **fields)
+    return mt.train(job, parse(strategy, "strategy"), threads=2, run_dir=str(path), quiet=True, **options)
+
+
+def events(path):
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("strategy", ["allreduce()", "sync()", "localsgd(period=2)", "decentralized()"])
+def test_more_epochs_go_on_from_the_end_of_a_short_run(strategy, tmp_path):
+    first = train(tmp_path / "a", strategy)
+    more = train(tmp_path / "a", strategy, epochs=2, resume="auto")
+    assert (first["samples"], more["samples"], more["resumed_from"], more["leg"]) == (48, 96, 48, 2)
+    whole = train(tmp_path / "b", strategy, epochs=2)
+    assert same_model(whole["model"], more["model"])
+    again = train(tmp_path / "a", strategy, epochs=2, resume="auto")  # nothing is left to do
+    assert (again["samples"], again["leg_samples"], again["leg"]) == (96, 0, 3)
+    assert same_model(whole["model"], again["model"])
+
+
+def test_a_run_that_ended_without_a_checkpoint_is_moved_aside_and_named(tmp_path):
+    first = train(tmp_path, "sync()", checkpoint_every="never")
+    assert not listed(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    more = train(tmp_path, "sync()", epochs=2, resume="auto")
+    rows = [row for row in events(tmp_path) if row["event"] in ("no checkpoint", "earlier run moved aside")]
+    assert [row["event"] for row in rows] == ["no checkpoint", "earlier run moved aside"]
+    assert (tmp_path / f"earlier-{first['run']}" / "model.safetensors").read_bytes() == before
+    assert more["run"] != first["run"] and more["samples"] == 96
+
+
+def test_samples_are_those_that_were_accepted_whatever_a_checkpoint_is_called(tmp_path):
+    """A checkpoint that is due in the middle of an update holds all of it."""
+    train(tmp_path, "sync()", checkpoint_every="20", model=toy.normed, steps=2)
+    found = newest(tmp_path)
+    assert (found.checkpoint_at, found.num_samples()) == (20, 24)
+    again = train(tmp_path, "sync()", checkpoint_every="20", model=toy.normed, steps=2, resume="auto")
+    assert (again["samples"], again["leg_samples"]) == (24, 0)
+    assert [row["samples"] for row in events(tmp_path) if row["event"] == "resume"] == [24]
