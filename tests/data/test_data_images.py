@@ -222,3 +222,23 @@ def test_the_command_prints_what_was_lost_and_python_warns(tmp_path, capsys):
         assert not pack(source, tmp_path / "b", accept_loss=("transparency",))[1]
     with pytest.raises(UsageError, match="'alpha': is none of frames, transparency"):
         pack(source, tmp_path / "b", accept_loss=("alpha",))
+
+
+def test_an_image_that_would_end_packing_late_is_told_before_the_first_shard(tmp_path):
+    """Of more images than are decoded to see what they are like; a header of 70 bytes stands for gigabytes."""
+    source = folder_of(tmp_path / "in", *[Image.fromarray(COLOR)] * 200)
+    odd = Path(source) / "class1" / "103.png"
+    for size, options, message in [
+        ((5, 5), {}, r"103\.png: is 5 x 5 pixels, .*0\.png has sides of 3 and 4; give --image-size"),
+        (
+            (9000, 9000),
+            {"image_size": (3, 4), "max_gib": 0.5},
+            r"103\.png: 1 image\(s\) of 9000 x 9000 pixels would take",
+        ),
+    ]:
+        Image.new("1", size).save(odd)
+        with pytest.raises(DataError, match=message):
+            packed(source, tmp_path / "out", **options)
+        assert not list((tmp_path).glob("out/*.h5"))
+    with pytest.warns(UserWarning, match=r"decompress to up to 1\.13 GiB .*103\.png, 9000 x 9000 pixels"):
+        pack(source, tmp_path / "bytes", encoded=True)

@@ -122,6 +122,15 @@ class Source:
         """What people should know before the samples are packed, such as files that are left out."""
         return []
 
+    def look_ahead(self, until: float) -> list[str]:
+        """Look for what would end packing late, or training, as long as `time.monotonic` is below `until`; what people
+        should know.
+
+        Raises:
+            DataError: packing will end at a sample; names it.
+        """
+        return []
+
     def shuffle(self, seed: int) -> None:
         """Fix the order: a permutation of everything, or blockwise where that would be read many times over."""
         sizes = self.block_sizes

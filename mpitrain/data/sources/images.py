@@ -7,6 +7,7 @@ of a folder is said.
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from mpitrain.data.format.columns import Array, Column, Columns, Ragged, sample_
 from mpitrain.data.read.order import IntArray
 from mpitrain.data.sources.base import Source, SourceOptions, file_fingerprint
 from mpitrain.data.sources.noted import Noted
-from mpitrain.data.sources.pixels import decode
+from mpitrain.data.sources.pixels import decode, look_at_headers
 from mpitrain.errors import DataError, UsageError
 from mpitrain.system.outside import check_inside, check_regular, open_regular
 
@@ -80,6 +81,10 @@ class ImageFolder(Source):
 
     def remarks(self) -> list[str]:
         return self._left_out.lines()
+
+    def look_ahead(self, until: float) -> list[str]:
+        images = [(str(path), functools.partial(open_regular, path)) for path, _ in self._files]
+        return look_at_headers(images, self._options, until)
 
     def take(self, rows: IntArray) -> Columns:
         chosen = [self._files[row] for row in rows.tolist()]

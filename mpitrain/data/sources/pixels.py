@@ -8,7 +8,9 @@ somebody has accepted that loss, and is then counted, so that it can be printed.
 from __future__ import annotations
 
 import io
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import IO, Any
 
 import numpy as np
 
@@ -16,7 +18,7 @@ from mpitrain.data.format.columns import Array
 from mpitrain.data.sources.base import LOSSES, SourceOptions
 from mpitrain.data.sources.noted import Noted
 from mpitrain.errors import DataError, UsageError
-from mpitrain.system.outside import check_size, reading
+from mpitrain.system.outside import check_size, gib, reading
 
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")  # Pillow would start Ghostscript for an EPS
 NUMBERS = {
@@ -29,12 +31,14 @@ NUMBERS = {
 }  # bytes of a value that keeps its type
 TRANSPARENT = ("RGBA", "LA", "PA", "RGBa", "La")
 AS_RGB = ("RGB", "RGBX", "L", "P", "1", *TRANSPARENT)  # Pillow's modes that RGB holds without rounding
+STRIDE = 64  # images of which one is looked at before the next to it is
+LARGE_BYTES = 1 << 30
 DECODING_BYTES = 12  # of a pixel, while it becomes RGB: Pillow holds 4, its conversions 4 each
 ORIENTATION, BITS, PER_PIXEL, SAMPLE_FORMAT = 274, 258, 277, 339  # tags of EXIF and TIFF
 SIGNED = 2
 
 
-def open_image(content: bytes, name: str) -> Any:
+def open_image(content: IO[bytes], name: str) -> Any:
     """Pillow's image, of which only the header has been read; use it as a context manager.
 
     Raises:
@@ -47,12 +51,52 @@ def open_image(content: bytes, name: str) -> Any:
             f"decoding images needs Pillow, which is not here ({error}): pip install 'mpitrain[images]'"
         ) from error
     try:
-        return Image.open(io.BytesIO(content), formats=FORMATS)
+        return Image.open(content, formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise DataError(
             f"{name}: has more pixels than Pillow decodes ({error}); cut it into tiles, or raise "
             "PIL.Image.MAX_IMAGE_PIXELS in a Python source"
         ) from error
+
+
+def look_at_headers(
+    images: Sequence[tuple[str, Callable[[], IO[bytes]]]], options: SourceOptions, until: float
+) -> list[str]:
+    """Open images, and read no more than their headers, as far apart as they can be and as many as the time allows;
+    what is large about those that stay encoded.
+
+    Args:
+        images: each one's name and what opens it.
+    Raises:
+        DataError: one would take more memory than allowed, or is of another size than the first; names it.
+    """
+    largest, largest_name, first = 0, "", None
+    for name, open_file in (image for start in range(STRIDE) for image in images[start::STRIDE]):
+        if time.monotonic() > until:
+            break
+        try:
+            with open_file() as file:
+                opened = open_image(file, name)
+        except DataError:
+            raise
+        except (OSError, ValueError, SyntaxError):
+            continue  # decoding it says what is wrong
+        pixels, sides = opened.width * opened.height, sorted(opened.size)
+        if options.encoded:
+            if pixels > largest:
+                largest, largest_name = pixels, f"{name}, {opened.height} x {opened.width} pixels"
+            continue
+        check_pixels(opened, name, 1, options.max_gib)
+        first = first or (name, sides)
+        if sides != first[1] and not options.image_size:
+            raise DataError(
+                f"{name}: is {opened.height} x {opened.width} pixels, {first[0]} has sides of {first[1][0]} and "
+                f"{first[1][1]}; give --image-size HEIGHTxWIDTH, or keep the files' bytes with --encoded"
+            )
+    num_bytes = largest * (3 + DECODING_BYTES)
+    if num_bytes <= LARGE_BYTES:
+        return []
+    return [f"images decompress to up to {gib(num_bytes)} while they are decoded: {largest_name}"]
 
 
 def check_pixels(opened: Any, name: str, together: int, max_gib: float) -> None:
@@ -79,7 +123,10 @@ def decode(content: bytes, name: str, options: SourceOptions, together: int, not
         DataError: it cannot be decoded, would take too much memory, or would lose something that nobody accepted.
     """
     size = options.image_size
-    with reading(name, "decoded as an image", "remove or replace it"), open_image(content, name) as opened:
+    with (
+        reading(name, "decoded as an image", "remove or replace it"),
+        open_image(io.BytesIO(content), name) as opened,
+    ):
         check_pixels(opened, name, 1 if size else together, options.max_gib)
         _check_losses(opened, name, options, noted)
         array_of = _type_of(opened)

@@ -8,6 +8,7 @@ or is a link is refused.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import tarfile
@@ -23,6 +24,7 @@ from mpitrain.data.sources.base import Selection, Source, SourceOptions, file_fi
 from mpitrain.data.sources.files import read_npy
 from mpitrain.data.sources.images import VERSION, images_column, is_image
 from mpitrain.data.sources.noted import Noted
+from mpitrain.data.sources.pixels import look_at_headers
 from mpitrain.errors import DataError, UsageError
 from mpitrain.system.outside import Trust, open_regular, reading
 
@@ -70,6 +72,24 @@ class TarSource(Source):
 
     def remarks(self) -> list[str]:
         return self._left_out.lines()
+
+    def look_ahead(self, until: float) -> list[str]:
+        lines = []
+        for ending in (ending for ending in self._endings if is_image("." + ending)):
+            images = [
+                (
+                    f"{self._paths[parts[ending][0]]}: {key}.{ending}",
+                    functools.partial(self._head, parts[ending]),
+                )
+                for key, parts in self._samples
+                if ending in parts
+            ]
+            lines += look_at_headers(images, self._options, until)
+        return lines
+
+    def _head(self, place: Place) -> io.BytesIO:
+        number, offset, size = place
+        return io.BytesIO(self._content("", (number, offset, min(size, MAX_HEADER_BYTES))))
 
     def take(self, rows: IntArray) -> Columns:
         samples = [self._samples[row] for row in rows.tolist()]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -42,6 +43,7 @@ from mpitrain.errors import DataError, UsageError
 from mpitrain.system.atomic import replacing, write_all
 from mpitrain.system.outside import at_home, read_json
 
+LOOKING_S = 3.0  # for what would end packing late
 Say = Callable[[str], None]
 Progress = Callable[[int, int | None], None]  # samples done and to do, of this rank
 
@@ -109,11 +111,12 @@ def _look_before(plan: Plan, ranks: Ranks, say: Say, tell: Say) -> None:
     error = None
     if ranks.rank == 0:
         try:
+            ahead = plan.source.look_ahead(time.monotonic() + LOOKING_S)
             seen = look_at_columns(plan.source, plan.specs)
             tell(f"{plan.source.name}: {seen.summary()}")
             for line in seen.lines():
                 tell(f"  {line}")
-            for line in (*plan.source.remarks(), *seen.warnings()):
+            for line in (*plan.source.remarks(), *ahead, *seen.warnings()):
                 say(line)
         except Exception as failure:
             error = failure
