@@ -71,7 +71,7 @@ FOLDER = CHECKPOINTS
 FIRST = FIRST_PART
 MAX_PART_BYTES = 2**40
 _PIECE_BYTES = 2**22
-# What a part's JSON holds beside "state".
+# What a part's JSON holds.
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "written_by": str,
     "part": str,
@@ -83,6 +83,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "about": (dict, type(None)),
     "num_bytes": int,
     "sha256": str,
+    "state": dict,
 }
 
 
@@ -258,10 +259,9 @@ def _read_record(folder: Path, name: str) -> dict[str, Any]:
 
 def _check_record(path: Path, record: dict[str, Any], checkpoint_at: int | None, name: str) -> None:
     for key, kind in _FIELDS.items():
-        if key not in record or not isinstance(record[key], kind):
+        if key not in record or not isinstance(record[key], kind) or isinstance(record[key], bool):
             raise CheckpointError(f"{path} is damaged: it has no {key!r}, or one of a wrong type")
-    if "state" not in record:
-        raise CheckpointError(f"{path} is damaged: it has no 'state'")
+    _check_source(path, record["resumed_from"])
     for key, here in (("part", name), ("checkpoint_at", checkpoint_at)):
         if record[key] != here:
             raise CheckpointError(f"{path} does not belong there: its {key} is {record[key]!r}, not {here!r}")
@@ -271,6 +271,15 @@ def _check_record(path: Path, record: dict[str, Any], checkpoint_at: int | None,
     for part in record["parts"]:
         if not isinstance(part, str) or not PART_NAME.fullmatch(part):
             raise CheckpointError(f"{path} is damaged: {part!r:.80} is no name of a part")
+
+
+def _check_source(path: Path, source: dict[str, Any] | None) -> None:
+    """From which checkpoint the run began that has written the part."""
+    if source is None:
+        return
+    at = source.get("checkpoint_at")
+    if not (is_id(source.get("run")) and is_id(source.get("attempt")) and type(at) is int and at >= 0):
+        raise CheckpointError(f"{path} is damaged: {source!r:.80} is no checkpoint that a run can go on from")
 
 
 def _size(path: Path, handle: int, record: dict[str, Any]) -> int:
@@ -331,11 +340,17 @@ def read_part(folder: Path, name: str, identity: Identity | None = None) -> Any:
     try:
         tensors = load(payload)
         del payload  # which is as large
-        return join(record["state"], tensors)
+        return _as_dict(join(record["state"], tensors))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder / name} cannot be read: {type(error).__name__}: {error!s:.200}"
         ) from error
+
+
+def _as_dict(state: Any) -> dict[Any, Any]:
+    if not isinstance(state, dict):
+        raise TypeError(f"its state is a {type(state).__name__}")
+    return state
 
 
 class _NoTensors(dict[str, Any]):
@@ -354,7 +369,7 @@ def read_numbers(folder: Path, name: str, key: str, identity: Identity) -> Any:
     record = _read_record(folder, name)
     _check_identity(folder, name, record, identity)
     try:
-        return join(record["state"], _NoTensors())[key]
+        return _as_dict(_as_dict(join(record["state"], _NoTensors()))[key])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{folder / name} cannot be read: {type(error).__name__}: {error!s:.200}"

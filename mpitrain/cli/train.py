@@ -218,7 +218,7 @@ def add_job_options(
         'at_step=50, seconds=2)" or "stall(worker=0, chance=0.1, seconds=1)"; or make it fail by kill, segv, exit, '
         'raise, stop, wedge, nan or torn, as in "kill(worker=2, at_step=50)"; or "disk_full(at_write=0)", '
         '"corrupt_file(at_write=0)" of checkpoints; or, simulated, "crash(mtbf_s=3600)" the whole job; the worker is '
-        "its index among the workers, from 0",
+        "its index among the workers, from 0, and at_step counts in every start of the run anew",
     )
     _add_parameter_options(job)
     _add_output_options(parser.add_argument_group("output"))

@@ -59,7 +59,7 @@ class Slow(AtWorker):
 @register("inject", "pause")
 @dataclass(frozen=True, repr=False)
 class Pause(AtWorker):
-    """Once, after gradient number `at_step` (from 0), the worker sleeps `seconds`."""
+    """Once in every start of the run, after gradient number `at_step` of it (from 0), the worker sleeps `seconds`."""
 
     at_step: int
     seconds: float
@@ -109,7 +109,7 @@ class Stall(AtWorker):
 
 @dataclass(frozen=True, repr=False)
 class Fault(AtWorker):
-    """After gradient number `at_step` (from 0), before it is pushed."""
+    """After gradient number `at_step` (from 0) of every start of the run, before it is pushed."""
 
     at_step: int
 

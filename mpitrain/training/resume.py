@@ -7,15 +7,17 @@ is not.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mpitrain.checkpoint import Checkpoint, CheckpointWriter
-from mpitrain.errors import CheckpointError
+from mpitrain.errors import CheckpointError, MpitrainError
 from mpitrain.inject import FileFault
 from mpitrain.strategies.checkpoint_policy import read_policy
+from mpitrain.system.optional import reason
 from mpitrain.system.saying import say
 from mpitrain.training import signals
 from mpitrain.training.resume_options import changed_options, chosen, refuse_others
@@ -97,6 +99,26 @@ def make_checkpoint_writer(
         frozenset(faults),
         lambda folder, parts: session.report.checkpoint(folder, parts),
     )
+
+
+@contextlib.contextmanager
+def restoring(resume: Checkpoint | None) -> Iterator[None]:
+    """Name the checkpoint whose state cannot be gone on from. Also a decorator.
+
+    Raises:
+        CheckpointError: whatever went wrong in this block, but for errors that say it themselves.
+    """
+    try:
+        yield
+    except MpitrainError:
+        raise
+    except Exception as error:
+        if resume is None:
+            raise
+        raise CheckpointError(
+            f"{resume.folder} holds a state that this run cannot go on from ({reason(error)}): it was written by other "
+            "code, or changed since; begin anew without --resume, or go on from an older checkpoint"
+        ) from error
 
 
 def read_own_part(resume: Checkpoint | None, name: str) -> Any:

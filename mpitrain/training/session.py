@@ -376,6 +376,15 @@ def _describe_start(session: Session) -> None:
     )  # fmt: skip
     if text := warning(session.runtime, session.strategy):
         session.report.event("warning", text=text)
+    counted = [
+        one for one in session.overrides.injections if hasattr(one, "at_step") or hasattr(one, "at_write")
+    ]
+    if session.resume is not None and counted:
+        again = " ".join(map(str, counted))
+        text = (
+            f"--inject {again} counts from this start on, and fires again, as it may have in the one before"
+        )
+        session.report.event("warning", text=text)
 
 
 def report_end(report: Report | NullReport, result: dict[str, Any]) -> None:

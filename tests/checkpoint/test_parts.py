@@ -20,7 +20,16 @@ from hypothesis import strategies as st
 
 from mpitrain.checkpoint import newest, read_part, write_part
 from mpitrain.checkpoint.background_writer import CheckpointWriter
-from mpitrain.checkpoint.parts import OtherSchemaError, _digest, folder_of, listed, position_of, prune, verify
+from mpitrain.checkpoint.parts import (
+    OtherSchemaError,
+    _digest,
+    folder_of,
+    listed,
+    position_of,
+    prune,
+    read_numbers,
+    verify,
+)
 from mpitrain.checkpoint.state_tree import join, split, structure_of
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy, read_policy
@@ -236,6 +245,21 @@ FOREIGN = {
         "are not all parts",
     ),
     "a run outside": (lambda folder: rewritten(folder, "shard-0", run="../x"), "is no id of a run"),
+    "a state of another type": (lambda folder: rewritten(folder, "shard-1", state=[1]), "it has no 'state'"),
+    "a truth for a number": (
+        lambda folder: rewritten(folder, "shard-1", num_bytes=True),
+        "it has no 'num_bytes'",
+    ),
+    "from nowhere": (
+        lambda folder: rewritten(folder, "shard-0", resumed_from={"run": "run"}),
+        "no checkpoint that a run can go on from",
+    ),
+    "from before the beginning": (
+        lambda folder: rewritten(
+            folder, "shard-0", resumed_from={"run": "run", "attempt": "first", "checkpoint_at": -1}
+        ),
+        "no checkpoint that a run can go on from",
+    ),
     "a list": (lambda folder: (folder / "shard-0.json").write_text("[]"), "is damaged"),
     "nested": (lambda folder: (folder / "shard-0.json").write_text("[" * 10**6), "nested too deep"),
     "a huge number": (lambda folder: (folder / "shard-0.json").write_text("9" * 10**6), "is damaged"),
@@ -417,6 +441,17 @@ def test_a_write_that_fails_in_any_way_is_told_and_the_third_ends_the_run(tmp_pa
         CheckpointError, match="3 checkpoints in a row.*(cannot hold a set|no room for the best)"
     ):
         writer.wait()
+
+
+@pytest.mark.parametrize("state", [{"__tuple__": [1]}, {"__float__": "1"}, {"__tensor__": "0"}])
+def test_a_state_that_is_no_dictionary_is_not_handed_on(tmp_path, state):
+    checkpoint(tmp_path, 100)
+    folder = folder_of(tmp_path, 100)
+    rewritten(folder, "shard-0", state=state)
+    with pytest.raises(CheckpointError, match="shard-0 cannot be read"):
+        read_part(folder, "shard-0")
+    with pytest.raises(CheckpointError, match="shard-0 cannot be read"):
+        read_numbers(folder, "shard-0", "role", OURS)
 
 
 def test_a_dry_run_looks_at_the_start_and_after_an_update_and_writes_nothing(tmp_path):

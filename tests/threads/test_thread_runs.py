@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 import mpitrain as mt
-from mpitrain.checkpoint import background_writer
+from mpitrain.checkpoint import background_writer, newest
+from mpitrain.checkpoint.parts import _digest
 from mpitrain.data.read import prefetch
 from mpitrain.errors import AgreedError, CheckpointError, InjectedError, OutputError, UsageError
 from mpitrain.system import background, run_lock
@@ -189,6 +190,33 @@ def test_nobody_waits_for_a_thread_that_has_ended_while_it_read_ahead(tmp_path, 
     with pytest.raises(ZeroDivisionError, match="our own mistake"):
         train(job, "async()", 2, tmp_path / "run")
     assert no_thread_left()
+
+
+@pytest.mark.parametrize("text", ["async()", "allreduce()", "decentralized()", "localsgd(period=2)"])
+def test_a_checkpoint_whose_state_is_of_another_kind_is_refused_by_name(text, tmp_path):
+    """Its digests are right: somebody has written it anew."""
+    job = toy.make_job(epochs=2, batch_size=4, checkpoint_every="32 samples")
+    train(job, text, 2, tmp_path / "run", steps=9)
+    path = newest(tmp_path / "run").folder / "shard-0.json"
+    record = json.loads(path.read_text())
+    del record["self"]
+    record["state"] = {"role": {"counts": 3}, "store": {}, "state": {"optimizer": 3}, "replica": {}}
+    path.write_text(json.dumps(record | {"self": _digest(record)}))
+    with pytest.raises(
+        AgreedError, match="CheckpointError: .*holds a state that this run cannot go on from"
+    ) as raised:
+        train(job, text, 2, tmp_path / "run", resume="auto")
+    assert raised.value.exit_code == 1 and no_thread_left()
+
+
+def test_a_fault_that_a_run_meets_again_when_it_goes_on_is_told(tmp_path, capfd):
+    job = toy.make_job(epochs=2, batch_size=4, checkpoint_every="16 samples")
+    fault = {"inject": "raise(worker=1, at_step=5)"}
+    for resume in (None, "auto"):
+        with pytest.raises(InjectedError):
+            mt.train(job, mt.Async(), threads=2, run_dir=str(tmp_path / "run"), resume=resume, **fault)
+        told = "--inject raise(worker=1,at_step=5) counts from this start on" in capfd.readouterr().err
+        assert told == (resume is not None)
 
 
 def test_an_injected_failure_ends_the_run_and_a_silent_replica_is_evicted(tmp_path):

@@ -95,7 +95,7 @@ def test_in_every_state_every_event_goes_along_its_row_or_changes_nothing(state)
             table.move(1, event)
             assert table[1].state == TRANSITIONS[state, event]
         else:
-            with pytest.raises(AssertionError, match=f"worker 1 is {state.name}: {event.name} has no row"):
+            with pytest.raises(WireError, match=f"worker 1 is {state.name}: {event.name} has no row"):
                 table.move(1, event)
             assert table[1].state == state
         consistent(table)

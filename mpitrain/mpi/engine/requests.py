@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from typing import Any
 
+from mpitrain.errors import WireError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.collective_queue import (
     LEFT_GROUP,
@@ -268,7 +269,8 @@ class Progress:
             return True
         if not flag:
             return False
-        assert 0 <= index < len(requests), f"MPI dropped {len(requests)} requests without an error"
+        if not 0 <= index < len(requests):
+            raise WireError(f"MPI dropped {len(requests)} requests without an error")
         op = self._ops[index]
         self._remove(index)
         self.complete(op, self._read_status(op) if op.kind == "receive" else None)

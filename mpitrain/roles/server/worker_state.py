@@ -36,6 +36,7 @@ import enum
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
+from mpitrain.errors import WireError
 from mpitrain.messages import ToWorker
 from mpitrain.roles.save_request import SaveRequest
 
@@ -181,9 +182,14 @@ class WorkerTable:
         return (self._records[worker].state, event) in TRANSITIONS
 
     def move(self, worker: int, event: WorkerEvent) -> None:
-        """`event` has happened to `worker`."""
+        """`event` has happened to `worker`.
+
+        Raises:
+            WireError: it cannot, in the state of the worker.
+        """
         record = self._records[worker]
-        assert self.may(worker, event), f"worker {worker} is {record.state.name}: {event.name} has no row"
+        if not self.may(worker, event):
+            raise WireError(f"worker {worker} is {record.state.name}: {event.name} has no row")
         self._num_moves += 1
         self._in[record.state].discard(worker)
         record.state, record.since = TRANSITIONS[record.state, event], self._num_moves
@@ -202,8 +208,13 @@ class WorkerTable:
         record.lost = how
 
     def take_part(self, worker: int) -> None:
-        """`worker` takes part in updates from now on."""
-        assert self._records[worker].state in MAY_TAKE_PART, f"worker {worker} {self._records[worker].state}"
+        """`worker` takes part in updates from now on.
+
+        Raises:
+            WireError: it cannot, in its state.
+        """
+        if (state := self._records[worker].state) not in MAY_TAKE_PART:
+            raise WireError(f"worker {worker} is {state.name}, and cannot take part in updates")
         self._active.add(worker)
 
     def who(self, *states: WorkerState) -> set[int]:

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
+from mpitrain.errors import WireError
 from mpitrain.messages import Lease
 
 Run = tuple[int, int, int]  # (epoch, start, end)
@@ -56,7 +57,7 @@ class ProcessedSamples:
         """Whether `lease` has been processed; never a part of it.
 
         Raises:
-            AssertionError: a part of it has been.
+            WireError: a part of it has been.
         """
         start, end = lease.start, lease.start + lease.num_samples
         if lease.epoch < self.num_complete:
@@ -67,7 +68,10 @@ class ProcessedSamples:
         if before[1] >= end:
             return True
         beginning = runs[after][0] if after < len(runs) else math.inf
-        assert before[1] <= start and end <= beginning, f"{lease} was processed in part: {runs}"
+        if start < before[1] or beginning < end:
+            raise WireError(
+                f"{lease} was processed in part: {runs}; start all ranks with the same version of mpitrain"
+            )
         return False
 
     def add(self, lease: Lease) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mpitrain.checkpoint import Checkpoint, CheckpointWriter
+from mpitrain.errors import CheckpointError
 from mpitrain.model.codec_registry import merge_states
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
@@ -22,7 +23,7 @@ from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.part_names import own_part
 from mpitrain.strategies.ticks import Ticks
 from mpitrain.training import signals
-from mpitrain.training.resume import check, make_checkpoint_writer, read_own_part
+from mpitrain.training.resume import check, make_checkpoint_writer, read_own_part, restoring
 from mpitrain.training.resume_options import same_codec
 from mpitrain.training.schedule import go_on, report_end_of
 from mpitrain.training.session import Session
@@ -58,8 +59,9 @@ def make_checkpoints(
 def begin(session: Session, peer: Peer, replica: PeerReplica, ticks: Ticks) -> None:
     """Go on from a checkpoint, if there is one, with what a schedule counts from, and refuse a state that none can
     hold."""
-    if (part := restore(session.resume, peer, replica)) is not None:
-        go_on(session, ticks, replica.schedule, part.get("ticks"), peer.partition.samples)
+    with restoring(session.resume):
+        if (part := restore(session.resume, peer, replica)) is not None:
+            go_on(session, ticks, replica.schedule, part.get("ticks"), peer.partition.samples)
     report_end_of(session, ticks, replica.schedule)
     if peer.checkpoints is not None:
         peer.checkpoints.try_out(peer.state)
@@ -75,7 +77,8 @@ def restore(resume: Checkpoint | None, peer: Peer, replica: PeerReplica) -> dict
     strategy = peer.strategy
     assert isinstance(strategy, Decentralized)
     before = parse(resume.about["strategy"], "strategy")
-    assert isinstance(before, Decentralized)
+    if not isinstance(before, Decentralized):
+        raise CheckpointError(f"{resume.folder} says that it is of {before}, and holds parts of peers")
     # copies that peers mixing parameters keep of each other belong to one codec and one way of waiting
     mixed_alike = not strategy.mixes or (before.codec, before.asynchronous) == (
         strategy.codec,

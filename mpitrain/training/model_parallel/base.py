@@ -37,6 +37,7 @@ from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.judge import why_not_finite
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_one_by_one
 from mpitrain.training.model_parallel.state_shards import local, restore_shards, take_shards
+from mpitrain.training.resume import restoring
 from mpitrain.training.schedule import go_on, report_end_of, schedule_of
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
@@ -135,7 +136,7 @@ class SplitRun(Stepper):
         if (
             saved := self.checkpoints.restored_part(self.session, self.checkpoint_grid.place(self.rank)[1])
         ) is not None:
-            attempt(self.session.runtime, lambda: self.restore(saved))
+            attempt(self.session.runtime, restoring(self.session.resume)(lambda: self.restore(saved)))
         attempt(self.session.runtime, self.checkpoints.try_out)
         report_end_of(self.session, self.ticks, self.schedule)
         trace.watch(self, _look_at_validation=("validate", trace.OTHER))

@@ -45,7 +45,7 @@ from mpitrain.training.measured_tables import measured_by_workers
 from mpitrain.training.parameter_server.builder import AnyStore, RoleBuilder
 from mpitrain.training.parameter_server.emergency_state import shard_writer, worker_writer
 from mpitrain.training.parameter_server.run_role import heartbeat_s, run_role
-from mpitrain.training.resume import about_run, check, make_checkpoint_writer, read_own_part
+from mpitrain.training.resume import about_run, check, make_checkpoint_writer, read_own_part, restoring
 from mpitrain.training.resume_options import describe_optimizer, same_codec
 from mpitrain.training.roads import dense_tables, make_dense
 from mpitrain.training.schedule import go_on, report_end_of
@@ -154,7 +154,8 @@ def _serve(
     server = builder.server(shard, store, meter, writer, floor_s, by_heartbeat)
 
     def restore() -> None:
-        _restore_server(session, server, store, model.layout, shard)
+        with restoring(resume):
+            _restore_server(session, server, store, model.layout, shard)
         meter.go_on_from(server.counts.samples_accepted)
         writer.try_out(server.state)
 
@@ -305,8 +306,9 @@ def attempt_restore(session: Session, worker: Worker, replica: Replica, index: i
     strategy = server_strategy(session)
 
     def restore() -> None:
-        restore_worker(session.resume, worker, replica, index, number, strategy)
-        _restore_ticks(session, replica)
+        with restoring(session.resume):
+            restore_worker(session.resume, worker, replica, index, number, strategy)
+            _restore_ticks(session, replica)
         if worker.writer is not None:
             worker.writer.try_out(worker.state)
 

@@ -21,7 +21,7 @@ from mpitrain.strategies.checkpoint_policy import Cadence
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.part_names import own_part
 from mpitrain.training import signals
-from mpitrain.training.resume import about_run, check, make_checkpoint_writer, read_own_part
+from mpitrain.training.resume import about_run, check, make_checkpoint_writer, read_own_part, restoring
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.collectives import GroupCollectives
 from mpitrain.training.watchdog.emergency import Emergency, Guard, KeptBuffers, Taken, refuse_devices
@@ -90,14 +90,22 @@ class StepCheckpoints:
     def restored(self, session: Session) -> Any:
         """The saved tree on every rank, or None for a run from the beginning."""
         resume: Checkpoint | None = session.resume
-        part = attempt(session.runtime, lambda: read_own_part(resume, "shard-0"))
-        return part["state"] if part else None
+
+        def read() -> Any:
+            part = read_own_part(resume, "shard-0")
+            return part["state"] if part else None
+
+        return attempt(session.runtime, restoring(resume)(read))
 
     def restored_part(self, session: Session, part: int) -> Any:
         """What the rank that held this part of a split model wrote, or None for a run from the beginning."""
         resume: Checkpoint | None = session.resume
-        saved = attempt(session.runtime, lambda: read_own_part(resume, own_part(part)))
-        return saved["own"] if saved else None
+
+        def read() -> Any:
+            saved = read_own_part(resume, own_part(part))
+            return saved["own"] if saved else None
+
+        return attempt(session.runtime, restoring(resume)(read))
 
     def restored_own(self, session: Session) -> tuple[Any, list[Any], int]:
         """(what rank 0 wrote as its own or None, what falls to this rank, how many ranks wrote): of what ranks wrote,

@@ -31,6 +31,7 @@ from mpitrain.training.measure import (
     num_warmup,
     save_model,
 )
+from mpitrain.training.resume import restoring
 from mpitrain.training.resume_options import describe_optimizer, same_codec
 from mpitrain.training.schedule import go_on, report_end_of
 from mpitrain.training.session import Session, attempt
@@ -90,7 +91,7 @@ class Trainer:
         self.checkpoints = self._make_checkpoints()
         saved = kept.state if kept else self.checkpoints.restored(session)
         if saved is not None:
-            attempt(session.runtime, lambda: self.restore(saved))
+            attempt(session.runtime, restoring(session.resume)(lambda: self.restore(saved)))
             self._restore_own(kept)
         if kept is None:
             attempt(session.runtime, self.checkpoints.try_out)
