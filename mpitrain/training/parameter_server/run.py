@@ -154,7 +154,7 @@ def _serve(
     server = builder.server(shard, store, meter, writer, floor_s, by_heartbeat)
 
     def restore() -> None:
-        with restoring(resume):
+        with restoring(session.resume):
             _restore_server(session, server, store, model.layout, shard)
         meter.go_on_from(server.counts.samples_accepted)
         writer.try_out(server.state)
