@@ -20,7 +20,7 @@ def started(folder: Path, phase: str, *words: str, deaf: bool = False) -> Starte
     return Started(folder, phase, *words, deaf=deaf, mpi="mpich", options=("-n", "4"))
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.extended)])
 def test_a_killed_launch_has_its_ranks_write_a_checkpoint_and_end(tmp_path: Path, mpi: str) -> None:
     run = Started(tmp_path / "a", "training", mpi=mpi, options=("-n", "2"))
     run.wait_until_at(0, 1)
