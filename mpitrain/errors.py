@@ -9,6 +9,7 @@
     |- OutputError           exit 1   a file of the run cannot be written: a full disk
     |- DeadlockError         exit 1   virtual world: everybody waits and nothing is under way
     |- LostRankError         exit 1   a rank is dead that the others cannot do without
+    |- ReplicasPartedError   exit 1   ranks that must hold the same parameters hold different ones
     |- EvictedError          exit 1   this rank was silent for too long, and the others have gone on
     |- AgreedError           exit n   some rank failed at start-up; already reported once, all ranks leave together
     `- UsageError            exit 2   the user's input is wrong (also a ValueError)
@@ -64,6 +65,10 @@ class DeadlockError(MpitrainError):
 
 class LostRankError(MpitrainError):
     """A rank has died that the others cannot do without."""
+
+
+class ReplicasPartedError(MpitrainError):
+    """Ranks that must hold the same parameters, or buffers that train, hold different ones; names the tensor."""
 
 
 class EvictedError(MpitrainError):

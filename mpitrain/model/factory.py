@@ -35,6 +35,7 @@ def flat_model(module: nn.Module, optimizer: Optimizer, strategy: ServerStrategy
     return FlatModel(
         module, optimizer, strategy.servers, strategy.push_numbers, strategy.reply_numbers,
         replies_apart=apart, replies_coded=not strategy.reply_codec.is_none, reduces=strategy.reduces,
+        why_not_in_place=strategy.why_not_in_place(),
     )  # fmt: skip
 
 

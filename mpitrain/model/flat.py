@@ -23,6 +23,7 @@ from mpitrain.embedding.lookups import Lookups
 from mpitrain.embedding.tables import check_tables, tables_of
 from mpitrain.errors import UsageError
 from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
+from mpitrain.model.in_place import InPlaceGuard
 
 WIRE_DTYPES = (torch.float32, torch.float64)
 
@@ -160,9 +161,11 @@ class FlatModel:
             arrive, or because they are not its parameters.
         replies_coded: answers are messages of a codec.
         reduces: workers all-reduce the dense parameters, which are in no wire buffer.
+        why_not_in_place: as `Strategy.why_not_in_place`.
 
     Attributes:
         parameters: in the wire buffers; reduced: those that workers all-reduce.
+        in_place: looks at what passes change of them.
     """
 
     def __init__(
@@ -175,13 +178,17 @@ class FlatModel:
         replies_apart: bool = False,
         replies_coded: bool = False,
         reduces: bool = False,
+        why_not_in_place: str = "",
     ):
         self.module, self.replies_coded = module, replies_coded
         self.layout = make_layout(module, optimizer, num_shards, reduces)
         tables = tables_of(module)
         of_tables = {id(table.parameter) for table in tables}
-        every = [parameter for _, parameter, _ in trainable(module, optimizer)]
+        named = [(name, parameter) for name, parameter, _ in trainable(module, optimizer)]
+        every = [parameter for _, parameter in named]
         dense = [parameter for parameter in every if id(parameter) not in of_tables]
+        kept = [(name, parameter) for name, parameter in named if id(parameter) not in of_tables]
+        self.in_place = InPlaceGuard(kept, why_not_in_place)
         self.parameters, self.reduced = ([], dense) if reduces else (dense, [])
         self.device = every[0].device
         self.lookups = Lookups(tables, num_shards, self.device, self.layout.dtype) if tables else None

@@ -72,7 +72,8 @@ def backward_on_lease(
 
     def loss_of(batch: Batch) -> BatchLoss:
         on_device = {name: x.to(model.device, non_blocking=True) for name, x in batch.items()}
-        return read_loss(loss(model.module, on_device))
+        with model.in_place.around():
+            return read_loss(loss(model.module, on_device))
 
     def backward(factor: float) -> MeanLoss:
         parts = reader.read(lease)

@@ -20,6 +20,7 @@ from mpitrain.effects import Compute, Role
 from mpitrain.errors import UsageError
 from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides
+from mpitrain.model.in_place import refuse_renormed
 from mpitrain.model.optimizer import state_bytes
 from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import Report, default_run_dir
@@ -105,7 +106,10 @@ class VirtualRun:
         """The job's module and optimizer, with the weights that the job starts from."""
         if self.checkpoint_policy != CheckpointPolicy():
             self.state_bytes = self._weigh_state()
-        made = build(self.job, self.options.lr, torch.device("cpu"))
+        made, strategy = build(self.job, self.options.lr, torch.device("cpu")), self.job.strategy
+        assert strategy is not None
+        if strategy.num_servers() or self.number > 1:
+            refuse_renormed(made[0], strategy.why_not_in_place())
         self._num_bytes = sum(one.nbytes for one in made[0].parameters() if one.requires_grad)
         self._loaded = start_from(self.job, made[0])
         return made

@@ -27,7 +27,7 @@ def simulate_peers(virtual: VirtualRun) -> dict[str, Any]:
     module, optimizer = virtual.build()
     virtual.start_alike()
     log = virtual.log
-    model = FlatModel(module, optimizer, 1)
+    model = FlatModel(module, optimizer, 1, why_not_in_place=strategy.why_not_in_place())
     with job.data.reader(virtual.catalogue, job.seed) as reader:
         measure = virtual.measure(module)
         replicas = [

@@ -37,6 +37,9 @@ class AllReduce(Strategy):
     def why_not_sparse(self) -> str:
         return "" if self.codec.is_none else "a codec codes whole gradients; use allreduce() without one"
 
+    def why_not_in_place(self) -> str:
+        return "each worker changes what its own batch looks up, so that their replicas part"
+
     def why_not_joint_steps(self) -> str:
         if self.codec.is_none:
             return ""

@@ -137,6 +137,10 @@ class Strategy(Value):
             "allreduce() or sharded()"
         )
 
+    def why_not_in_place(self) -> str:
+        """Empty, or why what a forward pass changes of the parameters in place (`Embedding(max_norm=)`) is not kept."""
+        return ""
+
     def why_not_joint_steps(self) -> str:
         """Empty, or why a job's `step` function cannot step several optimizers."""
         return (
@@ -348,6 +352,11 @@ class ServerStrategy(Strategy):
                 "either out"
             )
         return ""
+
+    def why_not_in_place(self) -> str:
+        if self.elastic:
+            return ""
+        return f"{self.name}() has servers hold the parameters, whose next answer undoes it"
 
     @property
     def blocks_apart(self) -> bool:

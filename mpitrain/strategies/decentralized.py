@@ -114,6 +114,11 @@ class Decentralized(Strategy):
                 found |= set(topology.contacts(self.topology, rank, size, self.is_static))
         return tuple(sorted(found))
 
+    def why_not_in_place(self) -> str:
+        if self.mixes:
+            return ""
+        return f"{self.name}() tells the others what an optimizer's step has changed, not a forward pass"
+
     @property
     def never_meets(self) -> bool:
         """Whether peers neither wait for one another nor meet before the end."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
+from mpitrain.model.in_place import refuse_renormed
 from mpitrain.training.agree import attempt
 from mpitrain.training.measure import build
 
@@ -58,7 +59,11 @@ def build_on_ranks(
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         with runtime.building():
-            return build(job, lr, device)
+            module, optimizer = build(job, lr, device)
+        strategy = session.strategy
+        if strategy.num_servers() or runtime.size > 1:
+            refuse_renormed(module, strategy.why_not_in_place())
+        return module, optimizer
 
     made = attempt(runtime, make)
     if job.init is not None and session.resume is None:

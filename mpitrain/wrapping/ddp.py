@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from mpitrain.mpi.runtime import Runtime
     from mpitrain.strategies.allreduce import AllReduce
+    from mpitrain.training.replica_guard import ReplicaGuard
 
 
 def join_ddp(
@@ -45,9 +46,11 @@ def join_ddp(
         UsageError (AgreedError under MPI): the codec does not fit the optimizer, or a checkpoint of another run.
     """
     from mpitrain.model.codec_registry import check_optimizer
+    from mpitrain.model.in_place import held_alike
     from mpitrain.model.optimizer import Rates
     from mpitrain.mpi.process_group.process_group import init_default_group
     from mpitrain.training.measure import share_module
+    from mpitrain.training.replica_guard import ReplicaGuard
     from mpitrain.training.synchronous.ddp import attach, data_parallel
 
     runtime.role = "worker"
@@ -66,7 +69,8 @@ def join_ddp(
         init_default_group(runtime)
     parallel = data_parallel(model)
     hook = attach(parallel, strategy.codec)
-    _watch_steps(runtime, model, optimizer)
+    guard = ReplicaGuard(runtime, strategy, lambda: held_alike(model))
+    _watch_steps(runtime, model, optimizer, guard)
     part = own_part(runtime.rank)
     if found is not None:
         if part in found.parts:
@@ -86,7 +90,7 @@ def join_ddp(
     return parallel, saver, loop_state(found, part, "shard-0")
 
 
-def _watch_steps(runtime: Runtime, model: nn.Module, optimizer: Optimizer) -> None:
+def _watch_steps(runtime: Runtime, model: nn.Module, optimizer: Optimizer, guard: ReplicaGuard) -> None:
     """A step is progress, and updates nothing whose gradients are not averaged."""
     averaged = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     num_groups = len(optimizer.param_groups)
@@ -103,6 +107,7 @@ def _watch_steps(runtime: Runtime, model: nn.Module, optimizer: Optimizer) -> No
                 )
 
     def count(*_: Any) -> None:
+        guard.after_step()
         runtime.step += 1
 
     optimizer.register_step_pre_hook(check)

@@ -142,4 +142,5 @@ def _replica(builder: PeerBuilder, rank: int, model: nn.Module, optimizer: Optim
     if strategy.warmup.epochs:
         raise UsageError(f"{strategy}: a warm-up is counted in epochs, which only `train` knows, not `wrap`")
     check_closure(optimizer, str(strategy))
-    return builder.replica(rank, FlatModel(model, optimizer, 1), optimizer)
+    flat = FlatModel(model, optimizer, 1, why_not_in_place=strategy.why_not_in_place())
+    return builder.replica(rank, flat, optimizer)

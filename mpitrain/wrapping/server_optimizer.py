@@ -43,6 +43,7 @@ class ServerOptimizer(DelegatingOptimizer):
         self._worker, self._world = worker, world
         self._role = worker.run()
         self._active = False
+        self._marks: list[tuple[int, int]] | None = None  # of the parameters after the last step
 
     def start(self) -> None:
         """Join the servers and take over their parameters."""
@@ -56,13 +57,15 @@ class ServerOptimizer(DelegatingOptimizer):
         Raises:
             NonFiniteError: the gradient holds a NaN or an infinity; it was not applied and the run is
                 over.
-            UsageError: a step hook changes parameters, or an option was changed that cannot travel.
+            UsageError: a step hook or the loop itself changes parameters, or an option was changed that cannot travel.
         """
         if not self._active:
             raise UsageError(
                 "step() after finish(): this worker has left the servers; call finish() after the last step"
             )
         self._runtime.stamp()  # between two pushes, too
+        if self._marks is not None:
+            self._replica.model.in_place.check(self._marks)
         steps = self._replica.server_steps
         if steps is not None:
             steps.hooks.before(closure)
@@ -71,6 +74,7 @@ class ServerOptimizer(DelegatingOptimizer):
         self._go_on(gradient)
         if steps is not None:
             steps.hooks.after(closure)
+        self._marks = self._replica.model.in_place.marks()
         return loss
 
     def state_dict(self) -> dict[str, Any]:

@@ -30,6 +30,9 @@ class Split(Strategy):
     def why_not_batch_statistics(self) -> str:
         return "its layers may be slices or stages, of which each rank holds another; use allreduce() or sharded()"
 
+    def why_not_in_place(self) -> str:
+        return "a rank holds a shard of a layer, and a pass computes with what is put together for it"
+
     def sits_together(self) -> str:
         """What is kept on one node: "parts" of one model, or "replicas" of one part."""
         return "parts"

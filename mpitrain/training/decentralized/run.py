@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from mpitrain.messages import Kind
 from mpitrain.model.buffers import VariableBuffer
@@ -36,6 +38,10 @@ from mpitrain.training.session import Session, attempt
 from mpitrain.training.validation import make_measure
 
 
+def _flat(module: nn.Module, optimizer: Optimizer, strategy: Decentralized) -> FlatModel:
+    return FlatModel(module, optimizer, 1, why_not_in_place=strategy.why_not_in_place())
+
+
 def run_peers(session: Session) -> dict[str, Any]:
     """Train as one of the peers; returns what this rank knows of the run."""
     runtime, job, strategy = session.runtime, session.job, session.strategy
@@ -43,7 +49,7 @@ def run_peers(session: Session) -> dict[str, Any]:
     device = pick_device(runtime.local_rank)
     module, optimizer = build_on_ranks(session, device, session.overrides.lr)
     share_module(runtime, module)
-    model = attempt(runtime, lambda: FlatModel(module, optimizer, 1))
+    model = attempt(runtime, lambda: _flat(module, optimizer, strategy))
     shapes = [f"{n} {s}" for n, s in zip(model.layout.names, model.layout.shapes, strict=True)]
     runtime.compare({"parameters": shapes, "dtype": str(model.layout.dtype)})
     about = about_run(session, shapes, strategy.family, describe_optimizer(module, optimizer))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from mpitrain.messages import Lease
 from mpitrain.model.accumulation import LeaseReader, read_alike
 from mpitrain.model.ema import ema_of
 from mpitrain.model.flat import all_finite
+from mpitrain.model.in_place import held_alike
 from mpitrain.model.optimizer import Rates
 from mpitrain.reporting.targets import check_targets
 from mpitrain.strategies.model_parallel.base import Split
@@ -37,6 +39,7 @@ from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.judge import why_not_finite
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_one_by_one
 from mpitrain.training.model_parallel.state_shards import local, restore_shards, take_shards
+from mpitrain.training.replica_guard import ReplicaGuard
 from mpitrain.training.resume import restoring
 from mpitrain.training.schedule import go_on, report_end_of, schedule_of
 from mpitrain.training.session import Session, attempt
@@ -133,6 +136,11 @@ class SplitRun(Stepper):
             self.session, parameters, optimizer, dict, self.own, self.checkpoint_grid, still
         )
         self.before_update = self._begin_update
+        self.replicas = ReplicaGuard(
+            self.session.runtime, self.session.strategy, self._alike, self.session.report.event,
+            part=self.checkpoint_grid.place(self.rank)[1],
+        )  # fmt: skip
+        self.checkpoints.before_writing = self._compare
         if (
             saved := self.checkpoints.restored_part(self.session, self.checkpoint_grid.place(self.rank)[1])
         ) is not None:
@@ -155,6 +163,15 @@ class SplitRun(Stepper):
                 if self._goes_on:
                     self._look_at_validation(self.epoch)
         return self._outcome()
+
+    def _alike(self) -> list[tuple[str, torch.Tensor]]:
+        """What this rank holds, and those of the other replicas that hold the same part."""
+        return [(name, local(one)) for name, one in held_alike(self.module)]
+
+    def _compare(self, look: Callable[[], None] | None = None) -> None:
+        """Whether the replicas, if there are several, hold the same."""
+        if self.checkpoint_grid.num_replicas > 1 and not self.failure:
+            attempt(self.session.runtime, look or self.replicas.compare)
 
     def _begin_update(self) -> None:
         self.checkpoints.guard.begin()
@@ -217,6 +234,7 @@ class SplitRun(Stepper):
                     Lease(epoch, *share_out(cursor + count, following, self.num_replicas, self.share))
                 )
             self._one_step(epoch, cursor, count)
+            self._compare(self.replicas.after_step)
             self.cursor += count
             self.checkpoints.after_step(self.step, self.samples)
             if self._goes_on:
@@ -306,6 +324,7 @@ class SplitRun(Stepper):
             return
         if self.validations.is_due(self.epoch, self.samples, time.monotonic()):
             self.session.runtime.barrier()  # others may still be training, and waiting for them is no pause
+            self._compare()
             self.meter.validation(self._judged, epoch, self.samples)
             self._look_at_end()
 
@@ -366,6 +385,8 @@ class SplitRun(Stepper):
         if not self.failure:
             self.checkpoints.finish(self.samples)
         self.checkpoints.writer.wait()
+        if not self.checkpoints.ended:
+            self._compare()
         path = self.session.run_dir / MODEL_FILE
         metadata = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
         self._save(path, metadata)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from mpitrain.errors import UsageError
 from mpitrain.model.deferred import Deferred, held_by
+from mpitrain.model.in_place import refuse_renormed
 from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 from mpitrain.system.memory import available_bytes, give_large_blocks_back
 from mpitrain.training.agree import attempt
@@ -113,6 +114,7 @@ def build_by_layers(session: Session, device: torch.device) -> tuple[nn.Module, 
         session.report.event(
             "every rank builds a part of the model whole first", because=deferred.built_at_once
         )
+    attempt(runtime, lambda: refuse_renormed(built[0], session.strategy.why_not_in_place()))
     _mind_memory(session, built[0])
     module, layers = built[0], Layers(runtime, deferred, device)
     if job.init is not None and session.resume is None:

@@ -82,6 +82,7 @@ class StepCheckpoints:
             session.in_emergency(emergency if self._writes else "")
         self.ended = False
         self.wants_validation: Callable[[], bool] = _never  # the first rank, by its clock
+        self.before_writing: Callable[[], object] = _never  # on all ranks
         self._validates = False  # all ranks have agreed to
         self._written_at = session.resume.checkpoint_at if session.resume else 0
         self._cadence = Cadence(self.writer.policy, session.resume.checkpoint_at if session.resume else 0)
@@ -159,6 +160,7 @@ class StepCheckpoints:
             self._write(samples)
 
     def _write(self, samples: int) -> None:
+        self.before_writing()
         self._cadence.go_on_from(samples)
         self._written_at = samples
         if self._writes:

@@ -30,6 +30,7 @@ from mpitrain.job import Job
 from mpitrain.model.accumulation import MeanLoss, scale_gradients
 from mpitrain.model.ema import Averaged, ema_of
 from mpitrain.model.flat import all_finite, trainable
+from mpitrain.model.in_place import InPlaceGuard
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.precision import backward_scaled, loss_scale
@@ -98,6 +99,7 @@ class Stepper:
         self.module, self.rates, self.optimizer, self.parallel = module, rates, rates.optimizer, parallel
         self.schedule = schedule_of(self.job, rates, self.ticks)
         self._trainable = [parameter for _, parameter, _ in trainable(module, self.optimizer)]
+        self.in_place = InPlaceGuard([*module.named_parameters()], "")
         self.ema = ema_of(self.job.ema, lambda: self._trainable)
 
     def take(self, parts: Parts, share: int, count: int) -> float:
@@ -247,9 +249,10 @@ class Stepper:
 
     def forward(self, batch: Batch) -> BatchLoss:
         """The loss of a batch."""
-        if self.parallel is not None:
-            return self.parallel.loss(self.job, batch, self.seed)
-        return read_loss(self.job.loss(self.module, batch))
+        with self.in_place.around():
+            if self.parallel is not None:
+                return self.parallel.loss(self.job, batch, self.seed)
+            return read_loss(self.job.loss(self.module, batch))
 
     def _addresses(self) -> dict[int, int]:
         """Where the dense gradients are, by parameter."""

@@ -18,6 +18,7 @@ from torch import nn
 
 from mpitrain.messages import Lease
 from mpitrain.model.accumulation import LeaseReader, read_alike
+from mpitrain.model.in_place import held_alike
 from mpitrain.model.optimizer import Rates
 from mpitrain.strategies.sampling.epoch_steps import Step
 from mpitrain.strategies.sampling.step_partition import StepPartition
@@ -31,6 +32,7 @@ from mpitrain.training.measure import (
     num_warmup,
     save_model,
 )
+from mpitrain.training.replica_guard import ReplicaGuard
 from mpitrain.training.resume import restoring
 from mpitrain.training.resume_options import describe_optimizer, same_codec
 from mpitrain.training.schedule import go_on, report_end_of
@@ -88,7 +90,9 @@ class Trainer:
         self.partition = StepPartition(
             catalogue.num_samples, job.step_samples, self.num_workers, window, job.drop_last, (self.rank,)
         )
+        self.replicas = self._make_guard()
         self.checkpoints = self._make_checkpoints()
+        self.checkpoints.before_writing = self._compare
         saved = kept.state if kept else self.checkpoints.restored(session)
         if saved is not None:
             attempt(session.runtime, restoring(session.resume)(lambda: self.restore(saved)))
@@ -108,6 +112,13 @@ class Trainer:
         trace.watch(
             self, _take_leases=("take leases", trace.OTHER), _settle=("settle", trace.OTHER),
             _look_at_validation=("validate", trace.OTHER),
+        )  # fmt: skip
+
+    def _make_guard(self) -> ReplicaGuard:
+        session = self.session
+        return ReplicaGuard(
+            session.runtime, session.strategy, self._alike, session.report.event,
+            lambda: self.stepper.in_place.changed,
         )  # fmt: skip
 
     def _begin(self) -> None:
@@ -225,6 +236,15 @@ class Trainer:
         """Whether all ranks hold the same, so that a checkpoint may be written after this step."""
         return True
 
+    def _alike(self) -> list[tuple[str, torch.Tensor]]:
+        """What all ranks hold the same of, where they are to."""
+        return held_alike(self.module)
+
+    def _compare(self) -> None:
+        """Whether all ranks do hold the same, where they are to."""
+        if self._may_write_checkpoint() and not self.stepper.failure:
+            attempt(self.session.runtime, self.replicas.compare)
+
     def _remember(self) -> None:
         """The step is whole, and all ranks hold the same now."""
         if self.hook is not None and self.session.runtime.survives_shrink:
@@ -269,6 +289,7 @@ class Trainer:
         if self._may_write_checkpoint():
             self._remember()
             self.checkpoints.after_step(self.stepper.step, self.stepper.samples)
+            attempt(self.session.runtime, self.replicas.after_step)  # the step is whole, whoever dies in here
         self.stepper.compute_s += self.delay.take()
 
     def _progress_fields(self) -> dict[str, float]:
@@ -289,6 +310,7 @@ class Trainer:
         if self.validations.is_due(self.epoch, samples, time.monotonic()):
             if self.measure is not None:
                 self.session.runtime.barrier()  # others may still be training, and waiting for them is no pause
+                self._compare()
                 with trace.span("validate", trace.OTHER):
                     self.meter.validation(lambda: self._measured(samples), epoch, samples)
             self.validations.done()
@@ -321,6 +343,8 @@ class Trainer:
             self.checkpoints.finish(self.stepper.samples)
         self.checkpoints.writer.wait()
         outcome["unwritten"] = self.checkpoints.writer.unwritten
+        if not self.checkpoints.ended:
+            self._compare()
         if self.rank == 0:
             self._save()
         metrics = self._measured(None if self.checkpoints.ended else self.stepper.samples)

@@ -1,0 +1,160 @@
+"""Parameters that a forward pass or a loss changes in place: seen where it happens, and told apart cheaply.
+
+    nn.Embedding(max_norm=)                 shortens the rows that a batch looks up, in the layer's weight
+    weight.clamp_(), weight.data = ...      in a loss or a layer, as for Wasserstein GANs and unit vectors
+
+Invariants: every pass is looked at by the tensors' version counters and addresses, which costs microseconds; what moves
+neither (`weight.data.clamp_()`) is seen by fingerprints, at the first passes and ever more seldom after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from mpitrain.errors import UsageError
+
+COLUMNS, WORD = 1024, 8  # words in a row of a fingerprint, bytes in a word
+WAY_OUT = (
+    "compute with a changed copy (torch.nn.functional.normalize(rows), weight.clamp(-c, c)), and leave max_norm of an "
+    "Embedding out"
+)
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class InPlaceGuard:
+    """Looks at parameters before and after a pass.
+
+    Args:
+        named: the parameters; why_not: why what a pass changes of them cannot be kept, or "" where it can: then it is
+            only noted.
+
+    Attributes:
+        changed: names of those that a pass has changed.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], why_not: str):
+        self.named, self.why_not = list(named), why_not
+        self.changed: dict[str, None] = {}
+        self._due = Rarely()
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """A pass over one batch, before the backward pass.
+
+        Raises:
+            UsageError: it has changed a parameter, and that cannot be kept.
+        """
+        marks = self.marks()
+        contents = fingerprints([one for _, one in self.named]) if self.why_not and self._due() else None
+        yield
+        self.check(marks, contents)
+
+    def marks(self) -> list[tuple[int, int]]:
+        """What moves with a tensor that is changed in place, or given other memory."""
+        return [(one._version, one.data_ptr()) for _, one in self.named]
+
+    def check(self, marks: list[tuple[int, int]], contents: torch.Tensor | None = None) -> None:
+        """Compare with what was there before.
+
+        Raises:
+            UsageError: as `around`.
+        """
+        now = self.marks()
+        found = [
+            name for (name, _), before, after in zip(self.named, marks, now, strict=True) if before != after
+        ]
+        if contents is not None:
+            same = (contents == fingerprints([one for _, one in self.named])).tolist()
+            found += [name for (name, _), alike in zip(self.named, same, strict=True) if not alike]
+        if not found:
+            return
+        self.changed |= dict.fromkeys(found)
+        if self.why_not:
+            raise UsageError(
+                f"the forward pass or the loss changes {found[0]!r} in place, and {self.why_not}: {WAY_OUT}; "
+                "localsgd() and elastic() keep what a worker changes"
+            )
+
+
+class Rarely:
+    """Whether to look: at the first three times, and then each time twice as many have gone by."""
+
+    def __init__(self) -> None:
+        self._num_calls, self._next = 0, 1
+
+    def __call__(self) -> bool:
+        self._num_calls += 1
+        if self._num_calls < self._next:
+            return False
+        self._next = self._num_calls + 1 if self._num_calls < 3 else 2 * self._num_calls
+        return True
+
+
+def renormed(module: nn.Module) -> list[str]:
+    """Trained layers that shorten rows of their weight in every forward pass."""
+    return [
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+        and layer.max_norm is not None
+        and layer.weight.requires_grad
+    ]
+
+
+def refuse_renormed(module: nn.Module, why_not: str) -> None:
+    """Refuse such layers where there is a reason to.
+
+    Raises:
+        UsageError: names one.
+    """
+    if why_not and (names := renormed(module)):
+        raise UsageError(
+            f"max_norm of {names[0]!r} changes its weight in the forward pass, and {why_not}: {WAY_OUT}"
+        )
+
+
+def held_alike(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """What replicas must agree in: parameters, and buffers but for running statistics, which are each replica's own."""
+    apart = {
+        f"{name}.{key}" if name else key
+        for name, layer in module.named_modules()
+        for key in layer._buffers
+        if isinstance(layer, nn.modules.batchnorm._NormBase) or key in STATISTICS
+    }
+    buffers = [(name, one) for name, one in module.named_buffers() if name not in apart]
+    return [*module.named_parameters(), *buffers]
+
+
+@torch.no_grad()
+def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A whole number of 64 bits for each, of its bits and where they stand, in host memory."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int64)
+    return torch.stack([_fingerprint(one).cpu() for one in tensors])
+
+
+def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums of columns of words of 64 bits, weighed by odd numbers: one pass over the memory."""
+    flat = tensor.detach().resolve_conj().contiguous().reshape(-1)
+    data = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+    whole = data.numel() // WORD * WORD
+    rest = torch.cat([data[whole:], data.new_zeros(-data.numel() % WORD)])
+    if data.storage_offset() % WORD:
+        data = data.clone()
+    words = data[:whole].view(torch.int64)
+    rows = words.numel() // COLUMNS
+    total = words[: rows * COLUMNS].view(rows, COLUMNS).sum(0)
+    for more in (words[rows * COLUMNS :], rest.view(torch.int64)):
+        total[: more.numel()] += more
+    return (total * _weights(data.device)).sum() + data.numel()
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(COLUMNS)
+    return (torch.randint(2**62, (COLUMNS,), generator=generator) * 2 + 1).to(device)
