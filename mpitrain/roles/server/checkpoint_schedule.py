@@ -52,10 +52,17 @@ class CheckpointSchedule:
             at = self.writer.next_checkpoint_at(samples)
             self.request = CheckpointRequest(at) if at else None
 
-    def look_at_end(self, samples: int, restored: int) -> bool:
+    def look_at_end(self, samples: int, restored: int, out_of_turn: bool) -> bool:
         """Whether this server, which is the only one that writes, does so when all workers have left. `restored`: of
-        the checkpoint from which the run went on."""
-        if self.writer is None or not self.writer.writes_last or samples <= max(self.last, restored):
+        the checkpoint from which the run went on; `out_of_turn`: the last update was of a rest, as in no run that goes
+        on: then only if there is no checkpoint before it."""
+        before = max(self.last, restored)
+        if (
+            self.writer is None
+            or not self.writer.writes_last
+            or samples <= before
+            or (out_of_turn and before)
+        ):
             return False
         self.request = CheckpointRequest(samples)
         return True

@@ -98,6 +98,7 @@ class Server:
         self.memory = strategy.start(tuple(sorted(self.table.active)))
         self.failure = ""
         self._restored_samples = 0
+        self._flushed_rest = False  # at the end, out of turn
         self._answers: dict[type[Message], Callable[[int, Any], Steps]] = {
             Join: self._on_join, Push: self._on_push, Done: self._on_done, Note: self._on_note, Pull: self._on_pull,
             PullRows: self._on_pull_rows,
@@ -114,7 +115,7 @@ class Server:
         ):  # everybody has left before this shard came to that point
             yield from self._write_checkpoint()
         elif not (self.failure or self.checkpoints.ended) and self.checkpoints.look_at_end(
-            self.counts.samples_accepted, self._restored_samples
+            self.counts.samples_accepted, self._restored_samples, self._flushed_rest
         ):
             yield from self._write_checkpoint()
         for worker in self.table.in_turn(*WANTING_FINAL):
@@ -391,6 +392,7 @@ class Server:
         yield from self._go_on_without(worker)
         if not self.table.active:
             if not self.gathering.empty:  # too few for an update of their own, but nothing is lost
+                self._flushed_rest = True
                 yield from self._carry_out(Verdict(0.0, True, ()))
             yield from self._admit_joining()  # the data ended before the warm-up did
 

@@ -32,7 +32,7 @@ class LocalReplica(Stepper):
         measure: of the module.
 
     Attributes:
-        ended: a validation has ended the run.
+        ended: a validation has ended the run; ended_apart: its end came between two averagings.
         local_nonfinite: steps that this worker has left out, as far as the others know of them.
         on_settled: called after every step.
     """
@@ -53,7 +53,7 @@ class LocalReplica(Stepper):
         self.place = rank, num_workers
         self.on_settled: Callable[[], object] = _nothing
         self.local_nonfinite = self._skipped = self._count = 0
-        self.ended, self._refused = False, ""
+        self.ended, self.ended_apart, self._refused = False, False, ""
         self._computed: tuple[float, int, int] | None = None  # a gradient that is not used yet
         self._mean: list[torch.Tensor] = []
         self._observed: Part = []
@@ -93,7 +93,8 @@ class LocalReplica(Stepper):
 
     def finish(self) -> Exchange | None:
         """The last averaging, where workers hold different parameters now."""
-        return Exchange(self._average, self.averager.num_bytes) if self.averager.is_apart else None
+        self.ended_apart = self.averager.is_apart
+        return Exchange(self._average, self.averager.num_bytes) if self.ended_apart else None
 
     def reduce_mean(self) -> Exchange | None:
         """The mean that a validation measures, where workers hold different parameters now, and the first worker's

@@ -62,6 +62,7 @@ class LocalSGDTrainer(CopyingTrainer):
             LocalSGDWorker(self.rank, self, self.stepper, self.meter, validations=self.validations).run()
         )
         self._remember()
+        self.ended_out_of_turn = self.stepper.ended_apart
         if self.stepper.ended:
             self.checkpoints.end_early(True, self.stepper.samples)
 

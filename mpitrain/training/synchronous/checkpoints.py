@@ -180,9 +180,10 @@ class StepCheckpoints:
             if samples > self._written_at:
                 self._write(samples)
 
-    def finish(self, samples: int) -> None:
-        """The run has come to its end, between two steps: more epochs go on from there."""
-        if samples > self._written_at and self.writer.writes_last:
+    def finish(self, samples: int, out_of_turn: bool = False) -> None:
+        """The run has come to its end, between two steps: more epochs go on from there. `out_of_turn`: the end has
+        changed what ranks hold, as no run that goes on would have; then a checkpoint before it is the better one."""
+        if samples > self._written_at and self.writer.writes_last and not (out_of_turn and self._written_at):
             self._write(samples)
 
     def _agree(self, step: int) -> tuple[bool, bool, bool]:

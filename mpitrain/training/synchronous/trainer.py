@@ -55,6 +55,7 @@ class Trainer:
 
     # each rank reads windows of its own; otherwise all share one run of the order, round by round
     by_window = True
+    ended_out_of_turn = False  # as `StepCheckpoints.finish` has it
 
     def __init__(
         self,
@@ -340,7 +341,7 @@ class Trainer:
         outcome: dict[str, Any] = {"detail": detail, "failure": self.stepper.failure, "injected": injected}
         outcome["requeue"] = self.checkpoints.ended
         if not self.stepper.failure:
-            self.checkpoints.finish(self.stepper.samples)
+            self.checkpoints.finish(self.stepper.samples, self.ended_out_of_turn)
         self.checkpoints.writer.wait()
         outcome["unwritten"] = self.checkpoints.writer.unwritten
         if not self.checkpoints.ended:
