@@ -33,9 +33,10 @@ def layers(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def checkpoint_activations(module: nn.Module, which: bool | Sequence[str]) -> None:
+def checkpoint_activations(module: nn.Module, which: bool | Sequence[str], compiled: bool = False) -> None:
     """Let these layers of `module` compute their activations again: all of `layers`, or those of these names, with all
-    that lies in them.
+    that lies in them. `compiled`: torch is to compile the model; layers with buffers are left out of that, since its
+    compiler cannot put them back.
 
     Raises:
         UsageError: a pattern names no layer.
@@ -49,15 +50,17 @@ def checkpoint_activations(module: nn.Module, which: bool | Sequence[str]) -> No
                 f"activation_checkpointing: {pattern!r} matches none of {', '.join(filter(None, named))}"
             )
         chosen += [named[name] for name in names]
+    compiled = compiled or any(part._compiled_call_impl is not None for part in module.modules())
     inside = {id(part) for layer in chosen for part in layer.modules() if part is not layer}
     for layer in dict.fromkeys(chosen):
         if id(layer) not in inside:
             kind: Any = type(layer)
-            layer.__class__ = _recomputing(kind)
+            apart = next(layer.buffers(), None) is not None
+            layer.__class__ = _recomputing(kind, apart, compiled and apart)
 
 
 @functools.cache
-def _recomputing(kind: Any) -> Any:
+def _recomputing(kind: Any, holds_buffers: bool, eager: bool) -> Any:
     """The same kind of layer, which computes its forward pass again in the backward pass. A class, not a function on
     the layer: copies of a model have to call their own parameters."""
 
@@ -65,6 +68,8 @@ def _recomputing(kind: Any) -> Any:
         compute = functools.partial(kind.forward, self, **named)
         if not torch.is_grad_enabled():
             return compute(*inputs)
+        if not holds_buffers:
+            return checkpoint(compute, *inputs, use_reentrant=False)
         return checkpoint(
             compute,
             *inputs,
@@ -72,6 +77,8 @@ def _recomputing(kind: Any) -> Any:
             context_fn=lambda: (contextlib.nullcontext(), _standing_still(self)),
         )
 
+    if eager:
+        forward = torch.compiler.disable(forward)
     same = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), same)
 

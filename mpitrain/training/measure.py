@@ -97,7 +97,7 @@ def build_module(job: Job, device: torch.device, deferred: Deferred | None = Non
     check_float32(module, job.precision)
     if job.sync_batchnorm:
         sync_batchnorm(module)
-    checkpoint_activations(module, job.activation_checkpointing)
+    checkpoint_activations(module, job.activation_checkpointing, compiled=bool(job.compile))
     if deferred is None:
         module = module.to(device)
     else:

@@ -86,3 +86,15 @@ def test_a_job_trains_with_it(tmp_path):
         for which in (False, True)
     ]  # fmt: skip
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("model", [toy.perceptron, toy.normed], ids=lambda model: model.__name__)
+def test_a_model_that_is_compiled_too_is_trained_to_the_bits_of_the_plain_one(tmp_path, model):
+    """With random numbers, and with statistics that move once."""
+    models = []
+    for name, options in (("plain", {}), ("both", {"activation_checkpointing": True, "compile": "eager"})):
+        torch._dynamo.reset()
+        job = toy.make_job(model=model, epochs=1, **options)
+        mt.simulate(job, mt.Sync(), 2, run_dir=str(tmp_path / name), quiet=True)
+        models.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert models[0] == models[1]
