@@ -296,6 +296,13 @@ def _launch_all(num_launches: int, seed: int, rows: list[dict[str, Any]], levels
         print(json.dumps(rows[-1]), flush=True)
 
 
+def is_documented(row: dict[str, Any]) -> bool:
+    """Whether a launch has ended with a code that users are told of: where a rank was killed, a shell's for that, too;
+    a process that was killed itself has none of its own."""
+    killed = -signal.SIGKILL if row["level"] == "threads" else 128 + signal.SIGKILL
+    return row["code"] in DOCUMENTED or (bool(row["kills"]) and row["code"] == killed)
+
+
 def _sum_up(rows: list[dict[str, Any]], part: str, seed: int) -> None:
     found = {
         "launches": len(rows),
@@ -305,12 +312,7 @@ def _sum_up(rows: list[dict[str, Any]], part: str, seed: int) -> None:
         "by hand": sum(row["by_hand"] > 0 for row in rows),
         "hanging": sum(not row["ended"] for row in rows),
         "wrong": sum(bool(row["wrong"]) for row in rows),
-        # a process that was killed has no code of its own
-        "undocumented codes": sum(
-            row["code"] not in DOCUMENTED
-            and not (row["level"] == "threads" and row["code"] == -signal.SIGKILL)
-            for row in rows
-        ),
+        "undocumented codes": sum(not is_documented(row) for row in rows),
     }
     write_row(
         "chaos",
