@@ -214,7 +214,7 @@ def test_texts_round_trip_and_values_are_taken_for_texts():
         ("slow(worker=1)", "needs factor"),
         ("slow(rank=1, factor=2)", "no argument 'rank'. Known: worker, factor"),
         ("slwo(worker=1, factor=2)", "did you mean 'slow'"),
-        ("constant(1)", "pause, raise, segv, slow, stall"),
+        ("constant(1)", "pause, raise, segv, slow, slow_reader, stall"),
         ("pause(worker=1, at_step=-1, seconds=1)", "counts from 0"),
         ("pause(worker=1, at_step=1, seconds=-1)", "not negative"),
         ("stall(worker=1, chance=1.5, seconds=1)", "from 0 to 1"),
