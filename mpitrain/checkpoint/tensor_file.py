@@ -68,7 +68,9 @@ def _kind(name: str, tensor: Described) -> str:
 
 def header(described: Mapping[str, Described], metadata: Mapping[str, str] | None = None) -> bytes:
     """What a file begins with."""
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
+    # a file's name may hold bytes that are no letters, and the format knows letters only
+    told = {name: text.encode(errors="backslashreplace").decode() for name, text in (metadata or {}).items()}
+    entries: dict[str, Any] = {"__metadata__": told} if metadata is not None else {}
     end = 0
     for name in order_of(described):
         tensor = described[name]

@@ -6,7 +6,8 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.errors import EXIT_ERROR, EXIT_OK, printable
+from mpitrain.errors import EXIT_ERROR, EXIT_OK
+from mpitrain.system.saying import say
 
 if TYPE_CHECKING:
     from mpitrain.reporting.run_differences import Comparison
@@ -76,7 +77,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     )
     if arguments.json:
         write_json(Path(arguments.json), found.record())
-    print(printable(_text(found)), flush=True)
+    say(_text(found))
     return EXIT_OK if found.is_within else EXIT_ERROR
 
 

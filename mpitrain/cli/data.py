@@ -7,8 +7,9 @@ from typing import Any
 
 from mpitrain.cli.parser import fraction, natural, positive
 from mpitrain.cli.ranks import with_ranks
-from mpitrain.errors import EXIT_OK, printable
+from mpitrain.errors import EXIT_OK
 from mpitrain.system.launch_variables import launched_rank
+from mpitrain.system.saying import say
 
 _DESCRIPTION = """\
 Make HDF5 shards from samples, and show what shards hold."""
@@ -273,29 +274,26 @@ def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
         raise
     ranks.agree(None)
 
-    def tell(line: str) -> None:
+    def line(text: str) -> None:
         console.clear()
-        print(printable(line))
+        say(text)
 
-    def say(line: str) -> None:
-        tell(f"note: {line}")
+    def note(text: str) -> None:
+        line(f"note: {text}")
 
     pace = Pace(console, f"packing into {directory}", "samples", ranks.size)
     try:
-        manifest, written = pack(source, directory, options, ranks=ranks, progress=pace, say=say, tell=tell)
+        manifest, written = pack(source, directory, options, ranks=ranks, progress=pace, say=note, tell=line)
     finally:
         console.clear()
     if ranks.rank == 0:
         for split in ("train", "validate"):
             counts = [samples for name, samples in manifest.files.items() if name.startswith(split)]
             shards = f"{len(counts)} shard{'s' * (len(counts) != 1)}"
-            print(printable(f"{directory / split}-*.h5: {sum(counts)} samples in {shards}"))
-        print("packed" if written else "already packed: nothing to do", flush=True)
-        if written and len(manifest.files) < ranks.size:
-            idle = ranks.size - len(manifest.files)
-            print(
-                f"note: {idle} of {ranks.size} ranks had no shard to write: smaller --shard-samples make more"
-            )
+            say(f"{directory / split}-*.h5: {sum(counts)} samples in {shards}")
+        say("packed" if written else "already packed: nothing to do")
+        if written and (idle := ranks.size - len(manifest.files)) > 0:
+            say(f"note: {idle} of {ranks.size} ranks had no shard: smaller --shard-samples make more shards")
     return EXIT_OK
 
 
@@ -307,7 +305,7 @@ def run_stage(arguments: argparse.Namespace) -> int:
 
     source, dest = at_home(arguments.source), expanded(arguments.dest)
     target, copied = stage(source, dest, arguments.allow_external, arguments.user or KEPT)
-    print(printable(f"{target}: ") + (f"staged, {copied / 2**20:.1f} MiB" if copied else "already there"))
+    say(f"{target}: " + (f"staged, {copied / 2**20:.1f} MiB" if copied else "already there"))
     return EXIT_OK
 
 
@@ -317,10 +315,7 @@ def run_unstage(arguments: argparse.Namespace) -> int:
     from mpitrain.system.outside import at_home, expanded
 
     target, users = unstage(at_home(arguments.source), expanded(arguments.dest), arguments.user)
-    print(
-        printable(f"{target}: ")
-        + (f"still used by {', '.join(map(printable, users))}" if users else "removed")
-    )
+    say(f"{target}: " + (f"still used by {', '.join(users)}" if users else "removed"))
     return EXIT_OK
 
 
@@ -347,10 +342,10 @@ def _check(arguments: argparse.Namespace, ranks: Any) -> int:
     ranks.agree(error if ranks.rank == 0 else None)
     if ranks.rank == 0:
         for advice in found.advice:
-            print(printable(f"advice: {advice}"))
+            say(f"advice: {advice}")
         checked = "every shard is what was packed" if found.indexed else "every chunk can be read"
         size = f"{found.num_shards} shards, {found.num_samples} samples"
-        print(printable(f"{arguments.target}: {size}: {checked}, every value is finite"), flush=True)
+        say(f"{arguments.target}: {size}: {checked}, every value is finite")
     return EXIT_OK
 
 
@@ -362,5 +357,5 @@ def run_info(arguments: argparse.Namespace) -> int:
     from mpitrain.system.outside import Trust
 
     for line in info(arguments.pattern, Trust(arguments.allow_external, arguments.max_gib)):
-        print(printable(line))
+        say(line)
     return EXIT_OK

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.parser import above_zero, fraction, natural, rate
-from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED, UsageError, printable
+from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED, UsageError
+from mpitrain.system.saying import flush, say
 
 if TYPE_CHECKING:
     from mpitrain.doctor.checks import Check
@@ -154,7 +154,7 @@ def _print_checks(name: str, checks: Sequence[Check]) -> int:
     """One line a check; the exit code."""
     who = f"{name}: " if name else ""
     lines = [f"{who}{'ok   ' if one.ok else 'UNFIT'} {one.name}: {one.detail}\n" for one in checks]
-    print(printable("".join(lines)), end="", flush=True)
+    say("".join(lines), end="")
     return EXIT_OK if all(check.ok for check in checks) else EXIT_PREFLIGHT_FAILED
 
 
@@ -217,7 +217,7 @@ def _run_node(arguments: argparse.Namespace) -> int:
     if arguments.report:
         write_report(Path(arguments.report), name, checks, node_kind(wanted.num_gpus))
     if any(check.detail.startswith("no answer") for check in checks):
-        sys.stdout.flush()
+        flush()
         os._exit(code)  # a thread that hangs in a dead file system would keep the interpreter
     return code
 
@@ -241,5 +241,5 @@ def _run_collect(arguments: argparse.Namespace) -> int:
     if arguments.failing:
         Path(arguments.failing).write_text("".join(f"{host}\n" for host in verdict.blamed), encoding="utf-8")
     for line in summary(verdict, len(hosts)):
-        print(printable(line), flush=True)
+        say(line)
     return EXIT_PREFLIGHT_FAILED if verdict.wrong else EXIT_OK

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.parser import natural, positive
 from mpitrain.cli.ranks import with_ranks
-from mpitrain.errors import EXIT_OK, printable
+from mpitrain.errors import EXIT_OK
+from mpitrain.system.saying import say
 
 if TYPE_CHECKING:
     from mpitrain.training.ensembles.ensemble import Ensembled
@@ -153,7 +154,7 @@ def _ensemble(arguments: argparse.Namespace, ranks: Any) -> int:
     if ranks.rank == 0:
         if arguments.json:
             write_json(Path(arguments.json), done.record())
-        print(printable(_text(done, ranks.size)), flush=True)
+        say(_text(done, ranks.size))
     return EXIT_OK
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from mpitrain.errors import EXIT_OK
 from mpitrain.system.launch_variables import is_rank, launched_rank
+from mpitrain.system.saying import say
 
 _DESCRIPTION = """\
 Print the environment of a run started here, as JSON: package versions, the MPI
@@ -36,7 +37,7 @@ def run_env(_arguments: argparse.Namespace) -> int:
     """Print the facts on rank 0."""
     facts = _probe_here() if is_rank() else _probe_apart()
     if launched_rank() == 0:
-        print(json.dumps(facts, indent=2, sort_keys=True))
+        say(json.dumps(facts, indent=2, sort_keys=True))
     return EXIT_OK
 
 

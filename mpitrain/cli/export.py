@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mpitrain.errors import EXIT_OK, printable
+from mpitrain.errors import EXIT_OK
+from mpitrain.system.saying import say
 
 _DESCRIPTION = """\
 Write the model of a finished run, or of an ensemble, as one file that needs
@@ -100,12 +101,12 @@ def run_export(arguments: argparse.Namespace) -> int:
         lines.append((name, f"{value:.4g}", f"{after:.4g}", f"{after - value:+.2g} absolute"))
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
     for line in lines:
-        print(
+        say(
             "  ".join(
                 [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))]
             )
         )
     for layer, why in done.left.items():
-        print(printable(f"as it was: layer {layer}: {why}"))
-    print(printable(f"written to {done.path}"), flush=True)
+        say(f"as it was: layer {layer}: {why}")
+    say(f"written to {done.path}")
     return EXIT_OK

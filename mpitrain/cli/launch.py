@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.parser import did_you_mean, natural, positive, rate
-from mpitrain.errors import EXIT_OK, UsageError, printable
+from mpitrain.errors import EXIT_OK, UsageError
 from mpitrain.system.launch_variables import launched_size, usable_cores, why_no_launching
 from mpitrain.system.run_directory import is_same_start, new_attempt_id
 from mpitrain.system.run_lock import LAUNCH_LOCK_FILE, RunLock
+from mpitrain.system.saying import say, tell
 
 if TYPE_CHECKING:
     from mpitrain.launch.supervision import Outcome, Requests
@@ -172,7 +173,7 @@ class _Launch:
         self.host_args = _split(arguments.host_args)
         self.local = is_local(self.launcher, self.host_args, os.environ)
         if whose := left_to_launcher(self.launcher, self.host_args, os.environ):
-            print(f"mpitrain: {printable(whose)}", file=sys.stderr, flush=True)
+            tell(f"mpitrain: {whose}")
 
     def run(self) -> int:
         """The exit code."""
@@ -180,7 +181,7 @@ class _Launch:
         from mpitrain.launch.supervision import launch_folder
 
         if self.arguments.dry_run:
-            print(shell_line(*self._command(None)))
+            say(shell_line(*self._command(None)))
             return 0
         with launch_folder(self.run_dir, self.local) as folder, self._locked(folder):
 
@@ -235,7 +236,7 @@ class _Launch:
         command, env = self._command(folder)
         outcome = supervisor.run([*command, *more], env)
         if outcome.reason:
-            print(f"mpitrain: {outcome.reason}: ended", file=sys.stderr, flush=True)
+            tell(f"mpitrain: {outcome.reason}: ended")
         # A complete result says how a run has ended, whatever its launcher or a rank met after it. And Open MPI's
         # mpirun ends with 0 when it has lost a host: only a result proves that a run came to its end.
         complete = finished()

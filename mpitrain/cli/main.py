@@ -8,6 +8,7 @@ codes live here; the work lives elsewhere.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import traceback
@@ -34,11 +35,21 @@ from mpitrain.cli import (
 )
 from mpitrain.cli.config import words_of
 from mpitrain.cli.parser import Parser
-from mpitrain.errors import EXIT_INTERRUPTED, AgreedError, MpitrainError, UsageError, printable
+from mpitrain.errors import (
+    EXIT_ERROR,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    AgreedError,
+    MpitrainError,
+    UsageError,
+    printable,
+)
 from mpitrain.system import rank_status, stacks
 from mpitrain.system.end_requests import ENDS
+from mpitrain.system.home import give_home
 from mpitrain.system.launch_variables import is_rank, launched_rank
-from mpitrain.system.saying import escape_what_cannot_be_printed, say
+from mpitrain.system.saying import flush, lost, prepare_streams, tell
 
 _DESCRIPTION = """\
 Train PyTorch models over MPI. The job is a Python file, the strategy by which
@@ -114,8 +125,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     A user's mistake is one line on stderr. Other errors show where they came from; those that nobody raised
     on purpose pass through to the interpreter, and under MPI to the runtime's hook, which ends the job.
     """
+    prepare_streams()
+    give_home()
+    if not _is_there():  # neither MPI nor torch's libraries can be loaded then
+        tell("mpitrain: error: the directory that this command was started in is gone; change to another one")
+        return EXIT_USAGE
     argv = list(sys.argv[1:] if argv is None else argv)
-    escape_what_cannot_be_printed(sys.stdout, sys.stderr)
     if is_rank():
         stacks.listen()
     if is_rank() and argv[:1] in (["train"], ["sweep"]) and "--dry-run" not in argv:
@@ -123,20 +138,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, *ENDS))
     arguments = parse(argv)
     try:
-        return int(arguments.run(arguments))
+        return _printed(arguments.command, int(arguments.run(arguments)))
     except AgreedError as error:
         return error.exit_code  # rank 0 has said it for all
     except MpitrainError as error:
         where = f" rank {launched_rank()}:" if is_rank() else ""
         if not isinstance(error, UsageError):
             # not by sys.excepthook: under MPI that ends the whole job
-            say(printable("".join(traceback.format_exception(error))), sys.stderr, end="")
-        say(f"mpitrain: error:{where} {printable(str(error))}", sys.stderr)
+            tell("".join(traceback.format_exception(error)), end="")
+        tell(f"mpitrain: error:{where} {error}")
         return error.exit_code
     except KeyboardInterrupt:
         if is_rank():  # die of it: at an orderly exit this rank would wait for the others
             rank_status.reach(rank_status.ENDED, EXIT_INTERRUPTED)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
-        say("mpitrain: interrupted", sys.stderr)
+        tell("mpitrain: interrupted")
         return EXIT_INTERRUPTED
+
+
+# What these leave lies in files; of the others what they print is all there is.
+_LEAVE_FILES = ("launch", "train", "sweep", "simulate", "bench", "predict", "ensemble", "export", "data")
+
+
+def _printed(command: str, code: int) -> int:
+    """The exit code, once what was printed has gone where it belongs."""
+    flush()
+    if (why := lost()) and command not in _LEAVE_FILES and code == EXIT_OK:
+        tell(f"mpitrain: error: the standard output takes nothing more: {why}")
+        return EXIT_ERROR
+    return code
+
+
+def _is_there() -> bool:
+    """Whether the working directory still is."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True

@@ -14,8 +14,9 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from mpitrain.errors import EXIT_USAGE
+from mpitrain.errors import EXIT_USAGE, printable
 from mpitrain.system.launch_variables import launched_rank
+from mpitrain.system.saying import write
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -87,7 +88,7 @@ class Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if launched_rank() == 0:
-            super()._print_message(message, file)
+            write(sys.stderr if file is None else file, printable(message))
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

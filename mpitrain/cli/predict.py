@@ -7,7 +7,8 @@ from typing import Any
 
 from mpitrain.cli.parser import positive
 from mpitrain.cli.ranks import with_ranks
-from mpitrain.errors import EXIT_OK, printable
+from mpitrain.errors import EXIT_OK
+from mpitrain.system.saying import say
 
 _DESCRIPTION = """\
 Apply the model of a finished run to every sample of a set of shards, alone or
@@ -76,5 +77,5 @@ def _predict(arguments: argparse.Namespace, ranks: Any) -> int:
     finally:
         console.clear()
     if ranks.rank == 0:
-        print(printable(f"{arguments.out}: {done.num_samples} samples: {', '.join(done.arrays)}"), flush=True)
+        say(f"{arguments.out}: {done.num_samples} samples: {', '.join(done.arrays)}")
     return EXIT_OK

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mpitrain.errors import EXIT_OK, printable
+from mpitrain.errors import EXIT_OK
+from mpitrain.system.saying import say
 
 _DESCRIPTION = """\
 Write one HTML page that needs no network: curves of loss, metrics and
@@ -41,5 +42,5 @@ def run_report(arguments: argparse.Namespace) -> int:
     from mpitrain.reporting.page import write_page
 
     write_page(arguments.run_dirs, arguments.out)
-    print(printable(f"written: {arguments.out}"), flush=True)
+    say(f"written: {arguments.out}")
     return EXIT_OK

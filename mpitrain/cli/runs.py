@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import EXIT_OK, UsageError, printable
+from mpitrain.system.saying import hand_out, say, tell
 
 _TABLE_DESCRIPTION = """\
 Print runs beside one another: the options in which they differ, their metrics,
@@ -83,13 +84,15 @@ def run_table(arguments: argparse.Namespace) -> int:
         write_whole(Path(arguments.csv), as_csv(found))
     if arguments.html:
         write_whole(Path(arguments.html), as_html(found))
-    print(as_csv(found) if to_stdout else as_text(found), end="" if to_stdout else "\n", flush=True)
+    if to_stdout:
+        hand_out(as_csv(found))
+    else:
+        say(as_text(found))
     return EXIT_OK
 
 
 def run_best(arguments: argparse.Namespace) -> int:
     """Print the directory, or those of all runs of the best setting; how good that is goes to stderr."""
-    import sys
 
     from mpitrain.search.table import read_table
     from mpitrain.training.held_out import held_out_lines
@@ -101,7 +104,7 @@ def run_best(arguments: argparse.Namespace) -> int:
         path = str(row.folder)
         if path != printable(path):
             raise UsageError(f"the name of the directory {path!r} cannot be printed: rename it")
-        print(path, flush=True)
+        say(path)
     lines = [*found.about(best), *held_out_lines([row.folder for row in best.runs], found.by, arguments.test)]
-    print(printable("\n".join(lines)), file=sys.stderr, flush=True)
+    tell("\n".join(lines))
     return EXIT_OK

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from mpitrain.cli.parser import positives
 from mpitrain.cli.train import CHECKPOINT_TIMES, add_job_options, overrides
-from mpitrain.errors import EXIT_ERROR, MpitrainError, printable
+from mpitrain.errors import EXIT_ERROR, MpitrainError
+from mpitrain.system.saying import tell
 
 _DESCRIPTION = """\
 Simulate a job in virtual time: the strategy's own servers and workers with real
@@ -134,5 +134,5 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     except MpitrainError:
         raise
     except Exception as error:
-        print(printable(own_part(error)), end="", file=sys.stderr)
+        tell(own_part(error), end="")
         return EXIT_ERROR

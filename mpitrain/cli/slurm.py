@@ -6,12 +6,12 @@ import argparse
 import dataclasses
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 from mpitrain.cli.parser import natural
-from mpitrain.errors import EXIT_ERROR, EXIT_OK, UsageError, printable
+from mpitrain.errors import EXIT_ERROR, EXIT_OK, UsageError
+from mpitrain.system.saying import hand_out, say, tell
 
 _DESCRIPTION = """\
 Batch scripts for Slurm: the templates of slurm/ with your job, nodes and limits
@@ -150,7 +150,7 @@ def run_render(arguments: argparse.Namespace) -> int:
     """Print the script."""
     from mpitrain.slurm import render
 
-    print(render(_checked(arguments)), end="")
+    say(render(_checked(arguments)), end="")
     return EXIT_OK
 
 
@@ -170,7 +170,7 @@ def run_site(arguments: argparse.Namespace) -> int:
     """Print the site file."""
     from mpitrain.slurm import render_site
 
-    print(render_site(arguments.launcher, arguments.image), end="")
+    hand_out(render_site(arguments.launcher, arguments.image))
     return EXIT_OK
 
 
@@ -188,15 +188,13 @@ def run_submit(arguments: argparse.Namespace) -> int:
         raise UsageError("submit which job? mpitrain slurm submit KIND JOB.py")
     script = _checked(arguments)
     if arguments.dry_run:
-        print(render(script), end="")
+        hand_out(render(script))
         return EXIT_OK
     job = submit(render(script))
     run_dir = run_directory(script, job)
     write_submitted(run_dir, job)
-    print(
-        printable(f"mpitrain: see how it goes: mpitrain slurm status {run_dir}"), file=sys.stderr, flush=True
-    )
-    print(job)
+    tell(f"mpitrain: see how it goes: mpitrain slurm status {run_dir}")
+    say(job)
     return EXIT_OK
 
 
@@ -239,7 +237,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     """Print the state of a run."""
     from mpitrain.slurm import describe
 
-    print(printable(describe(Path(arguments.run_dir))))
+    say(describe(Path(arguments.run_dir)))
     return EXIT_OK
 
 
@@ -248,5 +246,5 @@ def run_may_requeue(arguments: argparse.Namespace) -> int:
     from mpitrain.slurm import may_requeue
 
     answer = may_requeue(Path(arguments.run_dir), arguments.max_restarts, arguments.cause)
-    print(f"mpitrain: {'requeue' if answer.again else 'no requeue'}: {printable(answer.reason)}", flush=True)
+    say(f"mpitrain: {'requeue' if answer.again else 'no requeue'}: {answer.reason}")
     return EXIT_OK if answer.again else EXIT_ERROR

@@ -11,13 +11,13 @@ import dataclasses
 import functools
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import UsageError
+from mpitrain.system.saying import tell
 
 _SHAPE = "the script's are its own: --set nodes=N --set gpus_per_node=G, before KIND"
 _NOT_IN_A_SCRIPT = {
@@ -79,7 +79,7 @@ def check_all(script: Any, parse: Callable[[list[str]], argparse.Namespace], loa
             raise UsageError(f"{where}{error}") from error
         except SystemExit:
             if where:
-                print(f"mpitrain: error: {where}see above; nothing was submitted", file=sys.stderr)
+                tell(f"mpitrain: error: {where}see above; nothing was submitted")
             raise
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED
 from mpitrain.system.launch_variables import node_name
+from mpitrain.system.saying import say
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
@@ -31,7 +32,7 @@ def run_canary(runtime: Runtime) -> int:
     without = sorted({name for name in runtime.allgather(lacking) if name})
     if without:
         if runtime.rank == 0:
-            print(f"unfit: no CUDA device on {', '.join(without)}", flush=True)
+            say(f"unfit: no CUDA device on {', '.join(without)}")
         return EXIT_PREFLIGHT_FAILED
     device = torch.device("cuda", runtime.local_rank % torch.cuda.device_count())
     return examine(runtime, device, lambda: torch.cuda.synchronize(device))
@@ -47,8 +48,8 @@ def examine(runtime: Runtime, device: Any, wait: Callable[[], None]) -> int:
     faults = [text for texts in runtime.allgather(_faults(runtime, device, wait)) for text in texts]
     if runtime.rank == 0:
         for text in faults:
-            print(f"unfit: {text}")
-        print("unfit" if faults else "fit: MPITRAIN_GPU_BUFFERS=on may be set", flush=True)
+            say(f"unfit: {text}")
+        say("unfit" if faults else "fit: MPITRAIN_GPU_BUFFERS=on may be set")
     return EXIT_PREFLIGHT_FAILED if faults else EXIT_OK
 
 

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.doctor.judge import ALL_PAIRS, SAMPLED_ROUNDS, SLOW, Link, disjoint, judge, rounds, sharing
 from mpitrain.doctor.judge import Verdict as Links
 from mpitrain.doctor.listening import listening
-from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED, printable
+from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED
 from mpitrain.system.atomic import write_whole
 from mpitrain.system.launch_variables import node_name
+from mpitrain.system.saying import say
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
@@ -52,7 +53,7 @@ def run_comm(runtime: Runtime, failing: Path | None, slow: float = SLOW, figures
         assert open_ports is not None
         for rank, places in enumerate(open_ports):
             told = ", ".join(places) or "nowhere"
-            print(printable(f"{names[rank]}: rank {rank} listens: {told}"), flush=True)
+            say(f"{names[rank]}: rank {rank} listens: {told}")
     return int(runtime.broadcast(code))
 
 
@@ -200,23 +201,24 @@ def _report(
     failing: Path | None,
 ) -> int:
     for line in _overview(names, links, within):
-        print(line)
+        say(line)
     for name in verdict.nodes:
         best = max((link for pair, link in links.items() if name in pair), key=lambda link: link.rate)
-        print(f"unfit: {name}: every link to it is slow, the best one {_figures(best)}")
+        say(f"unfit: {name}: every link to it is slow, the best one {_figures(best)}")
     for a, b in verdict.links:
-        print(f"unfit: the link {a} - {b} is slow, {_figures(links[a, b])}, and both nodes have better ones")
+        say(f"unfit: the link {a} - {b} is slow, {_figures(links[a, b])}, and both nodes have better ones")
     if len(set(names)) == 2:
-        print("two nodes have one link: with nothing to compare it to; take three or more nodes")
+        say("two nodes have one link: with nothing to compare it to; take three or more nodes")
     shared = sharing(devices)
     for device, ranks in shared:
-        print(
-            f"unfit: ranks {', '.join(map(str, ranks))} share device {device}: start one rank a GPU (--ntasks-per-node)"
+        say(
+            f"unfit: ranks {', '.join(map(str, ranks))} share device {device}: "
+            "start one rank a GPU (--ntasks-per-node)"
         )
     if failing:
         failing.write_text("".join(f"{name}\n" for name in verdict.nodes), encoding="utf-8")
     bad = bool(verdict.nodes or verdict.links or shared)
-    print("unfit" if bad else "fit", flush=True)
+    say("unfit" if bad else "fit")
     return EXIT_PREFLIGHT_FAILED if bad else EXIT_OK
 
 

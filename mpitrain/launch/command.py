@@ -8,7 +8,6 @@ torch.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from mpitrain.launch.discover import Launcher, own_python
 from mpitrain.launch.supervision import Outcome, Requests
 from mpitrain.system.launch_variables import allocated_hosts, launched_nodes
 from mpitrain.system.run_directory import NO_PROGRESS, is_same_start, progress, read_json, why_no_room
+from mpitrain.system.saying import tell
 from mpitrain.system.transports import closed, over
 
 # Any of these among the launcher's own arguments means that ranks may run on other hosts.
@@ -280,10 +280,10 @@ def completed(
     path = run_dir / "result.json"
     if not has_result(run_dir, before, attempt):
         if promised:
-            print(f"mpitrain: error: the run left no new {path}: it did not come to its end", file=sys.stderr)
+            tell(f"mpitrain: error: the run left no new {path}: it did not come to its end")
             return code or EXIT_ERROR
         doubt = "under --ft an exit code does not prove that every rank came to its end"
-        print(f"mpitrain: warning: the script left no {path}, and {doubt}", file=sys.stderr)
+        tell(f"mpitrain: warning: the script left no {path}, and {doubt}")
         return code
     result = read_json(path) or {}
     if result.get("status") == "ok":
@@ -324,15 +324,14 @@ def relaunch(
             break
         if tried and not gets_on:
             reason = "again a rank has died before the first step, which has a cause that stays"
-            print(f"mpitrain: not started again: {reason}", file=sys.stderr)
+            tell(f"mpitrain: not started again: {reason}")
             break
         if requests.stop:
             return requests.exit_code(EXIT_REQUEUE)
         if full := why_no_room(run_dir):
-            print(
+            tell(
                 f"mpitrain: not started again: {run_dir} has no room for another checkpoint ({full}); free space, then "
-                "start it again with --resume auto",
-                file=sys.stderr,
+                "start it again with --resume auto"
             )
             break
         origin = "as it was started, once: it had not come to its first step"
@@ -340,9 +339,8 @@ def relaunch(
             before, words = newest, ["--resume", "auto"]
             origin = f"from the checkpoint at {newest.checkpoint_at} samples"
         tried = not gets_on
-        print(
-            f"mpitrain: the run ended with exit code {outcome.code}; restart {number} of {max_restarts} {origin}",
-            file=sys.stderr,
+        tell(
+            f"mpitrain: the run ended with exit code {outcome.code}; restart {number} of {max_restarts} {origin}"
         )
         outcome = once(words)
     return requests.exit_code(outcome.code)

@@ -15,7 +15,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from mpitrain.system import awake, rank_status
 from mpitrain.system.end_requests import EndRequests, asking
 from mpitrain.system.processes import is_gone, send_signal
 from mpitrain.system.rank_status import ENDED, READY, RankStatus
+from mpitrain.system.saying import tell
 
 LOOK_EVERY_S = 1.0
 _FOLDER = ".launch-"
@@ -274,7 +274,7 @@ class Supervisor:
         else:
             rank_status.request_stacks(self.folder, self.stacks)
             told = f"the ranks write their stacks {f'to {self.stacks}' if self.stacks else 'here'}, and go on"
-        print(f"mpitrain: {told}", file=sys.stderr, flush=True)
+        tell(f"mpitrain: {told}")
 
     def _standing(self) -> list[tuple[int, str, bool]]:
         """How far the ranks' ends have come: their states, and whose process is gone."""

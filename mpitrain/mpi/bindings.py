@@ -19,6 +19,7 @@ import mpi4py
 
 from mpitrain.mpi.faults.level import asks_for_heartbeat, asks_for_ulfm
 from mpitrain.system import end_requests, rank_status
+from mpitrain.system.home import give_home
 from mpitrain.system.transports import closed, is_on_one_node
 
 # A rank has two busy threads, its own computing and MPI's; where cores are scarce, an MPI call that spins in wait for
@@ -31,6 +32,8 @@ os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 # 8 times faster, too, where 4 ranks share 2 cores), and Intel MPI's depend on where in memory a buffer lies.
 os.environ.setdefault("MPIR_CVAR_ALLREDUCE_POSIX_INTRA_ALGORITHM", "mpir")
 os.environ.setdefault("I_MPI_CBWR", "1")
+
+give_home()
 
 if asks_for_ulfm():  # what btl/tcp has by default, but for `put`
     os.environ.setdefault("OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma")
@@ -51,7 +54,7 @@ if (
     level = "serialized" if asked == "multiple" else asked  # "multiple" is what it is if nobody has asked
     mpi4py.rc(initialize=True, threads=True, thread_level=level, finalize=False, errors="exception")
 
-from mpi4py import MPI  # after rc is set
+from mpi4py import MPI  # noqa: E402 - after rc is set
 
 end_requests.take_hup_back()  # UCX takes it for its debugger while MPI starts
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.data.format.catalogue import Catalogue
-from mpitrain.errors import EXIT_OK, UsageError, printable
+from mpitrain.errors import EXIT_OK, UsageError
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.planning.codecs import describe_allreduce_codec, describe_server_codecs, message_sizes
 from mpitrain.planning.serverless import describe_decentralized, describe_local_sgd
@@ -23,6 +23,7 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.placement import Roles, allot, assign
+from mpitrain.system.saying import say
 from mpitrain.system.sizes import size_text
 from mpitrain.system.trace import file_name
 from mpitrain.training.job_file import load_job
@@ -72,7 +73,7 @@ def dry_run_command(
     `mpirun --hostfile` read it.
     """
     job = apply_overrides(load_job(path, settings), overrides)
-    print(printable(describe(job, overrides, num_ranks, num_nodes, machine)))
+    say(describe(job, overrides, num_ranks, num_nodes, machine))
     if hosts_file:
         assert machine is not None and job.strategy is not None
         lines = "".join(f"{machine.hosts[node]}\n" for node in machine.nodes(job.strategy))

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mpitrain.data.format.catalogue import Catalogue
-from mpitrain.errors import EXIT_OK, UsageError, printable
+from mpitrain.errors import EXIT_OK, UsageError
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.planning.advice import (
     Option,
@@ -55,6 +54,7 @@ from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.parameter_server.sync import Backup, Sync
 from mpitrain.system.atomic import check_output, durably_replaced
 from mpitrain.system.launch_variables import launched_rank, launched_size
+from mpitrain.system.saying import say, tell
 from mpitrain.training.job_file import load_job
 from mpitrain.values import parse
 from mpitrain.virtual.collectives import LinkCost
@@ -111,7 +111,7 @@ def plan_command(request: Request) -> int:
     if launched_rank() != 0:
         return EXIT_OK
     found = make_plan(request)
-    print(printable(plan_text(found)))
+    say(plan_text(found))
     if request.json:
         with durably_replaced(Path(request.json)) as temporary:
             temporary.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -132,7 +132,7 @@ def make_plan(request: Request) -> dict[str, Any]:
     weights, module, optimizer = weigh(job, catalogue)
     probed = None
     if request.budget_s is not None:
-        print(f"probing this host for about {request.budget_s:g} s", file=sys.stderr, flush=True)
+        tell(f"probing this host for about {request.budget_s:g} s")
         probed = probe(job, request.overrides.lr, catalogue, request.budget_s)
     conditions, assumed = _conditions(request, job, weights, probed)
     if request.train and job.validate is None:
@@ -187,7 +187,7 @@ def _trained(
         strategy = parse(one.text if one.setting else "allreduce()", "strategy")
         assert isinstance(strategy, Strategy)
         changed = None if lr is None or one.lr_factor == 1 else lr * one.lr_factor
-        print(f"training in virtual time: {one.text} on {one.workers} workers", file=sys.stderr, flush=True)
+        tell(f"training in virtual time: {one.text} on {one.workers} workers")
         settings.append((strategy, one.workers, changed))
     choice, rows = runs.train(settings, conditions, within_s)
     best = rank_trained(rows, choice, request.best or "")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.job import Job, Overrides
 from mpitrain.planning.scaling import Conditions, Setting, Virtual
-from mpitrain.reporting.targets import LOSS, Choice, read_choice
+from mpitrain.reporting.targets import LOSS, Choice, choice_by_name, read_choice
 from mpitrain.simulation.comparison import Comparison
 from mpitrain.simulation.workload import codec_of
 from mpitrain.strategies.base import ServerStrategy, Strategy
@@ -217,7 +217,7 @@ def _choice(job: Job) -> Choice:
     """What tells a good model: what the job keeps its best by, else its target's metric, else the loss."""
     if job.keep_best:
         return read_choice(job.keep_best)
-    return read_choice(next(iter(job.target), LOSS))
+    return choice_by_name(next(iter(job.target), LOSS))
 
 
 def _compute(conditions: Conditions, batch: float) -> ComputeLaw:

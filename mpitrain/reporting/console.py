@@ -13,7 +13,7 @@ import time
 from typing import Any, TextIO
 
 from mpitrain.errors import printable
-from mpitrain.system.saying import say
+from mpitrain.system.saying import write
 
 
 class Console:
@@ -64,7 +64,7 @@ class Console:
             self._drawn = False
 
     def _say(self, text: str) -> None:
-        say(text, self._stream, end="")
+        write(self._stream, text)
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

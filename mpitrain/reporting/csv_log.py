@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mpitrain.system.atomic import write_whole
+from mpitrain.system.saying import csv_cell
 
 _LOGGED = ("progress", "validation", "checkpoint", "end")
 
@@ -54,7 +55,7 @@ class CsvLog:
         """Append the row, if it is one of those that a table holds."""
         if row["event"] not in _LOGGED:
             return
-        cells = {name: _cell(value) for name, value in row.items()}
+        cells = {str(csv_cell(name)): _cell(value) for name, value in row.items()}
         if any(name not in self.columns for name in cells):
             self._file.close()
             rows = self._read()
@@ -76,7 +77,7 @@ def _text(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return "" if value is None else str(csv_cell(value)) if isinstance(value, str) else json.dumps(value)
 
 
 def _samples(row: Mapping[str, str]) -> float:

@@ -25,6 +25,7 @@ from mpitrain.system.launch_variables import (
     launched_size,
     usable_cores,
 )
+from mpitrain.system.saying import say
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
@@ -268,4 +269,4 @@ def _chosen(names: tuple[str, ...]) -> dict[str, str]:
 if __name__ == "__main__":
     # `mpitrain env` runs this file as a process of its own: an MPI that cannot start here (a login node) then
     # costs one entry.
-    print(json.dumps(probe()))
+    say(json.dumps(probe()))

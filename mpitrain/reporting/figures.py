@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mpitrain.errors import UsageError
+from mpitrain.errors import UsageError, printable
 from mpitrain.reporting.run_files import Row, RunFiles
 
 MOST_BARS = 64  # ranks that have bars of their own
@@ -159,4 +159,4 @@ def to_svg(figure: Any, axes: Any, legend: bool) -> str:
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mpitrain"}):
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    return "<svg" + out.getvalue().partition("<svg")[2]
+    return printable("<svg" + out.getvalue().partition("<svg")[2])

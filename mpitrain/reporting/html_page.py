@@ -5,10 +5,11 @@ Invariants: every text is escaped, and only figures are taken as they are.
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from mpitrain.system.saying import html_text
 
 LONG = 36  # texts that are longer may be broken anywhere
 _STYLE = """
@@ -40,7 +41,7 @@ def text(value: Any) -> str:
         value = f"{value:.6g}"
     elif not isinstance(value, str):
         value = json.dumps(value, default=str)
-    return html.escape(value)
+    return html_text(value)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

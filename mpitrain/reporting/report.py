@@ -229,7 +229,7 @@ class Report:
         more = {"samples_per_second_per_worker": rate_per_worker(result), "schema": RESULT_SCHEMA}
         write_json(self.run_dir / "result.json", {**result, **more})
         if line:
-            say(line, sys.stdout)
+            say(line)
 
     def close(self) -> None:
         """Give the terminal line and the metrics file back, with or without a result. May be called twice."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.errors import EXIT_ERROR, EXIT_REQUEUE, UsageError
 from mpitrain.reporting.run_files import RunFiles, read_runs
-from mpitrain.reporting.targets import read_choice
+from mpitrain.reporting.targets import choice_by_name
 from mpitrain.system.run_directory import read_json
 from mpitrain.values import nearest
 
@@ -223,7 +223,7 @@ def _figures(
     for name in measured[0]:
         before, after = (_number(one[name]) for one in measured)
         tolerance = tolerances.get(name, tolerances[""])
-        is_worse = before != after and not read_choice(name).is_better(after, before)
+        is_worse = before != after and not choice_by_name(name).is_better(after, before)
         is_within = tolerance.admits(before, after) or (worse_only and not is_worse and math.isfinite(before))
         found.append(Compared(name, before, after, tolerance, is_within, is_worse))
     return found

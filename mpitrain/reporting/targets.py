@@ -152,7 +152,13 @@ def read_choice(text: Any, reported: Iterable[str] | None = None, what: str = "k
         raise UsageError(
             f"{what} {metric!r}: validation reports no metric of that name; it reports {', '.join(known)}"
         )
-    return Choice(metric, sign == "<" or (not sign and metric.lower().endswith(_SMALLER_IS_BETTER)))
+    return Choice(metric, sign == "<") if sign else choice_by_name(metric)
+
+
+def choice_by_name(metric: str) -> Choice:
+    """The choice by a metric of just this name, whatever letters it has: less of a loss, an error or a perplexity is
+    better, and more of anything else."""
+    return Choice(metric, metric.lower().endswith(_SMALLER_IS_BETTER))
 
 
 def missed_targets(goals: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, str]:

@@ -36,9 +36,10 @@ from mpitrain.reporting.repetitions import (
 )
 from mpitrain.reporting.rows import metrics_in
 from mpitrain.reporting.run_files import RunFiles, read_runs
-from mpitrain.reporting.targets import LOSS, Choice, read_choice
+from mpitrain.reporting.targets import LOSS, Choice, choice_by_name, read_choice
 from mpitrain.search.sweep.deal import Standing, standings
 from mpitrain.search.sweep.journal import Sweep
+from mpitrain.system.saying import csv_cell
 
 WIDTH = 80
 _STATUS = {0: "ok", 3: "missed", 75: "interrupted"}
@@ -186,7 +187,7 @@ def read_table(folders: Sequence[str | Path], metric: str | None = None) -> Tabl
         by = read_choice(metric, reported or None, "--metric")
     if by is None and reported:
         targets = [name for row in rows for name in row.result.get("target") or {} if name in reported]
-        by = read_choice([*targets, *([LOSS] if LOSS in reported else []), *reported][0])
+        by = choice_by_name([*targets, *([LOSS] if LOSS in reported else []), *reported][0])
     return Table(tuple(rows), by)
 
 
@@ -292,7 +293,7 @@ def as_text(found: Table) -> str:
 
 
 def _blocks(head: Sequence[str], cells: Sequence[Sequence[Any]], num_first: int) -> str:
-    lines = [list(head), *([_cell(cell) for cell in row] for row in cells)]
+    lines = [list(map(_cell, head)), *([_cell(cell) for cell in row] for row in cells)]
     widths = [min(WIDTH - 2, max(len(line[column]) for line in lines)) for column in range(len(head))]
     first = list(range(num_first))
     blocks: list[list[int]] = [list(first)]
@@ -318,8 +319,11 @@ def as_csv(found: Table) -> str:
     head, cells = found.of_runs()
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*head, "run_dir"])
-    writer.writerows([*row, str(run.folder)] for row, run in zip(cells, found.rows, strict=True))
+    lines = [
+        [*head, "run_dir"],
+        *([*row, str(run.folder)] for row, run in zip(cells, found.rows, strict=True)),
+    ]
+    writer.writerows(map(csv_cell, line) for line in lines)
     return out.getvalue()
 
 

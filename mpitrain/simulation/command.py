@@ -6,19 +6,18 @@ Invariants: figures of merit go to stdout, one a run; everything for eyes goes t
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mpitrain.errors import UsageError, printable
+from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
 from mpitrain.simulation.comparison import Comparison
 from mpitrain.simulation.comparison_text import comparison_text
 from mpitrain.simulation.servers import simulate_again, simulate_job
 from mpitrain.strategies.base import Strategy
 from mpitrain.system.atomic import check_output, write_whole
-from mpitrain.system.saying import say
+from mpitrain.system.saying import tell
 from mpitrain.training.job_file import load_job
 from mpitrain.values import parse
 from mpitrain.virtual import ComputeLaw, Costs, NetworkLaw
@@ -82,7 +81,7 @@ def simulate_command(request: Request) -> int:
     runs = Comparison(job, options, compute, network, costs, request.timing_only, asked)
     found = runs.run(strategies or [job.strategy], sorted(set(request.workers)))
     if not options.quiet:
-        say(printable(comparison_text(found)), sys.stderr)
+        tell(comparison_text(found))
     if request.json:
         write_whole(Path(request.json), json.dumps(found, indent=1, sort_keys=True) + "\n")
     if request.html:

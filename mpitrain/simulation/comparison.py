@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -40,7 +39,7 @@ from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.model_parallel.base import Split
-from mpitrain.system.saying import say
+from mpitrain.system.saying import say, tell
 from mpitrain.system.trace import read_steps
 from mpitrain.training.judge import asked_for
 from mpitrain.training.measure import build_module
@@ -133,12 +132,12 @@ class Comparison:
         folder = self.run_dir / f"{index:02d}-{_file_name(str(strategy))}-{number}"
         row: dict[str, Any] = {"strategy": str(strategy), "workers": number}
         if not self.options.quiet:
-            say(f"simulating {strategy} on {number} workers", sys.stderr)
+            tell(f"simulating {strategy} on {number} workers")
         try:
             if self.timing_only:
                 found = self.timed(strategy, number, folder)
                 if not isinstance(strategy, AllReduce | Split):  # whose report has printed it
-                    say(fom_line(found), sys.stdout)
+                    say(fom_line(found))
             else:
                 found = self._trained(job, number, folder)
         except UsageError as error:

@@ -6,12 +6,11 @@ Invariants: text from numbers, at most 80 columns wide; nothing here knows a rol
 from __future__ import annotations
 
 import math
-import sys
 from itertools import pairwise
 from typing import Any
 
 from mpitrain.reporting.report import Report
-from mpitrain.system.saying import say
+from mpitrain.system.saying import tell
 from mpitrain.training.measure import relative_deviation
 from mpitrain.training.session import report_end
 from mpitrain.virtual import VirtualWorld
@@ -91,7 +90,7 @@ class VirtualLog:
         report_end(self.report, result)
         if not self.quiet:
             histogram = result.get("staleness_histogram", {})
-            say(render(self.curve, histogram, result.get("staleness_mean", 0.0)), sys.stderr)
+            tell(render(self.curve, histogram, result.get("staleness_mean", 0.0)))
         self.report.finish(result)
 
 

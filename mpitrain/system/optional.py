@@ -7,11 +7,9 @@ checkpoints, its result) is not guarded: a run without them has failed. Nor is a
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 
-from mpitrain.errors import printable
-from mpitrain.system.saying import say
+from mpitrain.system import saying
 
 _told: set[str] = set()
 
@@ -34,7 +32,7 @@ def optional(what: object, tell: Callable[[str], object] | None = None) -> Itera
             if tell is not None:
                 tell(text)
             else:
-                say(printable(f"mpitrain: {text}"), sys.stderr)
+                saying.tell(f"mpitrain: {text}")
 
 
 def reason(error: BaseException) -> str:

@@ -8,13 +8,12 @@ sends for it is as long among ten thousand ranks as among two.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpitrain.errors import EXIT_USAGE, AgreedError, printable
+from mpitrain.errors import EXIT_USAGE, AgreedError
 from mpitrain.system import awake
 from mpitrain.system.agreement_texts import (
     describe_error,
@@ -24,7 +23,7 @@ from mpitrain.system.agreement_texts import (
     error_text,
     texts_of,
 )
-from mpitrain.system.saying import say
+from mpitrain.system.saying import tell
 
 WAITS_S = 1.0  # a rank counts as waiting for so long after it has last said so
 
@@ -196,7 +195,7 @@ class Ranks:
         """Collective: every rank raises AgreedError with the text and the exit code that rank 0 brings."""
         text, code = self.broadcast(told)
         if self.rank == 0:
-            say(printable(text), sys.stderr)
+            tell(text)
         raise AgreedError(text, code)
 
     # ---- what carries roles

@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 from mpitrain.errors import OutputError, UsageError
 from mpitrain.system import background
 from mpitrain.system.run_directory import read_bounded
-from mpitrain.system.saying import say
+from mpitrain.system.saying import tell
 
 LOCK_FILE, LAUNCH_LOCK_FILE = "lock", "launch-lock"
 REFRESH_S = 5.0
@@ -153,7 +152,7 @@ class RunLock:
     def _report_waiting(self, holder: dict[str, Any]) -> None:
         waits = f"waiting to see whether it lives, up to {QUIET_S:g} s"
         message = f"mpitrain: {self.path} is held by {_name(holder)}: {waits}"
-        say(message, sys.stderr)
+        tell(message)
 
     def _refuse(self, holder: dict[str, Any]) -> None:
         raise UsageError(

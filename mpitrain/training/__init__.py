@@ -5,7 +5,6 @@ MPI or (`--threads`) in one process.
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +74,7 @@ def train_command(
         code = error.exit_code
     except BaseException as error:
         runtime.end_job(error)
-    flush(sys.stdout)
+    flush()
     runtime.exit_code = code
     runtime.finish()
     signals.ignore()

@@ -8,7 +8,6 @@ is not.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,7 @@ def make_checkpoint_writer(
     faults = {(one.name, one.at_write) for one in orders if isinstance(one, FileFault) and one.part == part}
 
     def warn(text: str) -> None:
-        say(f"mpitrain: warning: {text}", sys.stdout)
+        say(f"mpitrain: warning: {text}")
 
     return CheckpointWriter(
         session.run_dir,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -32,7 +31,7 @@ from mpitrain.system.run_directory import (
     wait_for_room,
 )
 from mpitrain.system.run_lock import RunLock
-from mpitrain.system.saying import say
+from mpitrain.system.saying import tell
 from mpitrain.training.agree import attempt
 from mpitrain.training.find_checkpoint import find, identify
 from mpitrain.training.synchronous.checkpoints import copied
@@ -108,7 +107,7 @@ class LoopRun:
             ) from error
         if moved is not None:
             text = f"mpitrain: checkpoints of an earlier run in {run_dir} are now in {moved}"
-            say(text, sys.stderr)
+            tell(text)
         return identity
 
 
@@ -168,7 +167,7 @@ def keep_allreduce(runtime: Runtime, found: Checkpoint | None, about: dict[str, 
     plan.adopt(before)
     if before is not None and runtime.rank == 0 and (noted := plan.differences(before)):
         text = "; ".join(f"{name}: {value}" for name, value in noted.items())
-        say(f"mpitrain: allreduces of the resumed loop: {text}", sys.stderr)
+        tell(f"mpitrain: allreduces of the resumed loop: {text}")
     about["allreduce"] = plan.state()
 
 
@@ -248,7 +247,7 @@ def write_shard(
             state = {"role": role, "store": store.state()}
             write_part(folder_of(run_dir, order.checkpoint_at), part, state, identity, parts, about)
         except CheckpointError as error:
-            say(f"mpitrain: warning: {error}", sys.stderr)
+            tell(f"mpitrain: warning: {error}")
             return
         if parts:
             prune(run_dir, asked["keep"], order.checkpoint_at, identity)

@@ -27,7 +27,7 @@ from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.placement import Roles
-from mpitrain.system.saying import say
+from mpitrain.system.saying import tell
 
 if TYPE_CHECKING:
     from torch import nn
@@ -364,7 +364,7 @@ def _serve(
     counts = world.run(server.run())
     runtime.evicted |= {int(rank) for rank in counts["lost"]} | runtime.dead()
     if counts["failure"]:
-        say(f"mpitrain: error: {counts['failure']}", sys.stderr)
+        tell(f"mpitrain: error: {counts['failure']}")
         runtime.exit_code = EXIT_ERROR
     runtime.finish()
     sys.exit(runtime.exit_code)

@@ -13,7 +13,7 @@ import mpitrain as mt
 from mpitrain.reporting import csv_log, mllog
 from mpitrain.roles import replay
 from mpitrain.system import optional
-from mpitrain.system.saying import escape_what_cannot_be_printed, say
+from mpitrain.system.saying import escape_what_cannot_be_printed, write
 from mpitrain.values import parse
 from tests import toy
 
@@ -137,9 +137,9 @@ def test_printing_never_raises_and_escapes_what_cannot_be_shown():
         def write(self, text):
             raise BrokenPipeError(32, "nobody reads")
 
-    say("text", Broken())
+    write(Broken(), "text")
     stream = Ascii()
-    say("é", stream, end="")
+    write(stream, "é")
     escape_what_cannot_be_printed(stream, None, Broken())
     print("ü\udcff", file=stream, end="")
     assert stream.text == r"\xe9\xfc\udcff"

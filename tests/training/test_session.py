@@ -35,7 +35,7 @@ def judged(metrics, failure="", target=None, **more):
     )
     session = SimpleNamespace(
         job=job, strategy=AllReduce(), roles=Roles((), (0, 1)), started_s=0.0, run_dir="r",
-        resume=None, identity=Identity("run", "start"),
+        resume=None, identity=Identity("run", "start"), about_data={},
         overrides=Overrides(), leg=1, runtime=SimpleNamespace(num_nodes=1, fault_tolerance="none", num_threads=None),
     )  # fmt: skip
     outcomes = [

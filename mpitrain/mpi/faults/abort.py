@@ -32,7 +32,7 @@ from mpitrain.mpi.faults.error_report import RankInfo, class_of, report
 from mpitrain.mpi.faults.errors import is_lost_peer
 from mpitrain.system import processes, rank_status
 from mpitrain.system.error_record import exit_code, is_interrupt
-from mpitrain.system.saying import flush
+from mpitrain.system.saying import flush, tell
 
 _ALARM_S = 10
 _REVOKE_WAIT_S = 1.0
@@ -160,7 +160,7 @@ def leave_start(comm: MPI.Comm, error: BaseException) -> NoReturn:
     """End this process after a rank has died (ULFM) while the ranks were being brought together."""
     rank_status.reach(rank_status.ENDED, EXIT_ERROR)
     message = f"another rank has died before all had met in MPI ({class_of(error)})"
-    print(f"mpitrain: rank {MPI.COMM_WORLD.rank}: {message}", file=sys.stderr, flush=True)
+    tell(f"mpitrain: rank {MPI.COMM_WORLD.rank}: {message}")
     _set_alarm()
     with contextlib.suppress(MPI.Exception):  # ranks that wait for us there get an error
         comm.Revoke()

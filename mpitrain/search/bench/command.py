@@ -7,13 +7,12 @@ is written as well.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mpitrain.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, printable
+from mpitrain.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
 from mpitrain.job import Job
 from mpitrain.reporting.report import default_run_dir, plain
 from mpitrain.search.bench.runs import folder_name, measured, simulated
@@ -22,6 +21,7 @@ from mpitrain.search.bench.summary import main_metric, summed_up, verdicts, with
 from mpitrain.search.bench.text import bench_text
 from mpitrain.system.atomic import check_output, write_whole
 from mpitrain.system.folders import make_private
+from mpitrain.system.saying import tell
 
 BENCH_SCHEMA = 1
 
@@ -44,7 +44,7 @@ def bench_command(request: Request) -> int:
         _simulate(request, job, settings, rows, folder)
     except KeyboardInterrupt:
         interrupted = True
-        print("mpitrain: interrupted; what follows are the runs that came to their end", file=sys.stderr)
+        tell("mpitrain: interrupted; what follows are the runs that came to their end")
     found = _found(request, job, rows)
     _write(request, found, folder)
     if interrupted:
@@ -92,7 +92,7 @@ def _trained_bytes(job: Job) -> int:
 
 def _say(request: Request, text: str) -> None:
     if not request.quiet:
-        print(printable(text), file=sys.stderr, flush=True)
+        tell(text)
 
 
 def _found(request: Request, job: Job, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -119,8 +119,8 @@ def _write(request: Request, found: dict[str, Any], folder: Path) -> None:
     strict = plain(found)
     write_whole(folder / "bench.json", json.dumps(strict, indent=1, sort_keys=True) + "\n")
     if not request.quiet:
-        print(printable(bench_text(found)), file=sys.stderr, flush=True)
-        print(f"\nall figures: {folder / 'bench.json'}", file=sys.stderr, flush=True)
+        tell(bench_text(found))
+        tell(f"\nall figures: {folder / 'bench.json'}")
     if request.json:
         write_whole(Path(request.json), json.dumps(strict, indent=1, sort_keys=True) + "\n")
     if request.html:

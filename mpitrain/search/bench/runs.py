@@ -24,6 +24,7 @@ from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.placement import assign_workers
 from mpitrain.system.run_directory import read_json
+from mpitrain.system.saying import say
 from mpitrain.values import parse
 from mpitrain.virtual import ComputeLaw, NetworkLaw
 
@@ -65,7 +66,7 @@ def measured(
     found = {"seed": seed, "run_dir": str(folder), "exit_code": ended.returncode}
     if ended.returncode not in (EXIT_OK, EXIT_TARGET_MISSED) or not result:
         return found | {"status": "fail", "failure": result.get("failure") or why(ended.stderr)}
-    print(fom_line(result), flush=True)
+    say(fom_line(result))
     return found | _figures(result, folder, setting, job.target, trained_bytes)
 
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mpitrain.reporting.targets import read_choice, read_target
+from mpitrain.reporting.targets import choice_by_name, read_target
 
 Row = dict[str, Any]
 
@@ -94,7 +94,7 @@ def main_metric(target: Mapping[str, Any], rows: Sequence[Row]) -> tuple[str, bo
         if name in names:
             return name, read_target(name, goal).sign in ("<", "<=")
     others = [name for name in names if name != "validation_loss"] or names
-    return (others[0], read_choice(others[0]).less_is_better) if others else None
+    return (others[0], choice_by_name(others[0]).less_is_better) if others else None
 
 
 def verdicts(rows: Sequence[Row], target: Mapping[str, Any]) -> Iterator[Row]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from mpitrain.search.sweep.journal import Dealer, Sweep
 from mpitrain.search.sweep.local import Dealt
 from mpitrain.search.sweep.plan import plan_from
 from mpitrain.search.sweep.runs import Proposer, Work
+from mpitrain.system.saying import tell
 from mpitrain.system.tracebacks import own_part
 from mpitrain.training import signals, train_and_go_on
 
@@ -100,7 +100,7 @@ class _Group:
                 code, reason = error.exit_code, str(error)
             except Exception as error:
                 traceback_text = own_part(error) or "".join(traceback.format_exception(error))
-                print(traceback_text, end="", file=sys.stderr)
+                tell(traceback_text, end="")
                 code, reason = EXIT_ERROR, f"{type(error).__name__}: {error}"
         gc.collect()  # a model and its optimizer may hold each other
         self.ended_on_request = self.ended_on_request or code == EXIT_REQUEUE

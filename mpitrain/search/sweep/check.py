@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mpitrain.errors import UsageError
 from mpitrain.job import Job, Overrides, apply_overrides
-from mpitrain.reporting.targets import LOSS, Choice, read_choice
+from mpitrain.reporting.targets import LOSS, Choice, choice_by_name, read_choice
 from mpitrain.search.sweep.asha import RULE_KIND, Asha
 from mpitrain.search.sweep.plan import Configuration, Plan
 from mpitrain.search.sweep.proposals import check_installed
@@ -115,7 +115,7 @@ def _choice(plan: Plan, job: Job) -> Choice | None:
         return read_choice(plan.metric, what="--metric")
     if job.best_by is not None:
         return job.best_by
-    return read_choice(next(iter(job.target), LOSS))
+    return choice_by_name(next(iter(job.target), LOSS))
 
 
 def _text(by: Choice) -> str:

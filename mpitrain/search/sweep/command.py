@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpitrain.errors import EXIT_ERROR, EXIT_OK, UsageError, printable
+from mpitrain.errors import EXIT_ERROR, EXIT_OK, UsageError
 from mpitrain.reporting.report import default_run_dir
 from mpitrain.search.sweep.check import Read, Setup, examine
 from mpitrain.search.sweep.deal import (
@@ -32,6 +31,7 @@ from mpitrain.search.sweep.local import Dealt, deal_locally, default_parallel
 from mpitrain.search.sweep.plan import Plan, differing
 from mpitrain.search.sweep.proposals import Proposals
 from mpitrain.system.atomic import check_output, write_whole
+from mpitrain.system.saying import hand_out, say, tell
 
 SHOWN = 10  # best configurations in the summary
 
@@ -66,11 +66,11 @@ def sweep_command(request: Request) -> int:
     if request.slurm is not None:
         return _submit(request, sweep, setup)
     if request.dry_run:
-        print(printable(listing(setup)))
+        say(listing(setup))
         return EXIT_OK
     parallel = request.parallel or default_parallel(setup.plan.ranks_per_run)
     begin(sweep, setup, request.rerun)
-    say(f"{setup.plan.num_configurations} configurations, {parallel} at a time, in {sweep.folder}")
+    _note(f"{setup.plan.num_configurations} configurations, {parallel} at a time, in {sweep.folder}")
     parallel = min(parallel, setup.plan.num_configurations)
     dealt = deal_locally(sweep, setup, parallel, _proposer(sweep, setup))
     return conclude(sweep, setup, dealt, request.json)
@@ -83,15 +83,16 @@ def _submit(request: Request, sweep: Sweep, setup: Setup) -> int:
 
     script = script_of(sweep, setup, request.runs_per_node, request.slurm or {})
     if request.dry_run:
-        print(printable(listing(setup)), render(script), sep="\n\n", end="")
+        say(listing(setup))
+        hand_out(f"\n{render(script)}")
         return EXIT_OK
     begin(sweep, setup, request.rerun)
     script = script_of(sweep, setup, request.runs_per_node, request.slurm or {})  # a rerun opens more
-    print(hand_in(script), flush=True)
-    say(
+    say(hand_in(script))
+    _note(
         f"submitted as {'an array ' + script.array if script.array else 'one job'}; look at {sweep.folder} with:"
     )
-    say(f"  mpitrain runs table {sweep.folder}")
+    _note(f"  mpitrain runs table {sweep.folder}")
     return EXIT_OK
 
 
@@ -119,11 +120,11 @@ def sweep_on_ranks(request: Request, whole: Any) -> int:
     sweep, setup = share(whole, attempt(whole, prepare))
     if request.dry_run:
         if whole.rank == 0:
-            print(printable(listing(setup)))
+            say(listing(setup))
         return EXIT_OK
     if whole.rank == 0:
         num_groups = max(1, whole.size // setup.plan.ranks_per_run)
-        say(
+        _note(
             f"{setup.plan.num_configurations} configurations on {num_groups} group(s) of ranks, in {sweep.folder}"
         )
     dealt = deal_to_groups(whole, sweep, setup, request.read(setup.plan), lambda: _proposer(sweep, setup))
@@ -170,7 +171,7 @@ def begin(sweep: Sweep, setup: Setup, rerun: bool) -> None:
             for task in failed:
                 for attempt in range(task.attempt + 1):  # of one that was killed often, all of them
                     dealer.note("rerun", **Task(task.number, task.rung, attempt)._asdict())
-    say(f"{len(failed)} failed before and run{'s' * (len(failed) == 1)} again")
+    _note(f"{len(failed)} failed before and run{'s' * (len(failed) == 1)} again")
 
 
 def _proposer(sweep: Sweep, setup: Setup) -> Proposals | None:
@@ -205,11 +206,11 @@ def conclude(sweep: Sweep, setup: Setup, dealt: Dealt, json_file: str | None) ->
             f"idle share {100 * dealt.idle_share:.1f} % of {len(dealt.busy_s)} group(s) of {setup.plan.ranks_per_run} "
             f"rank(s) in {dealt.elapsed_s:.1f} s; {samples} samples in all"
         )
-    print(printable("\n".join(lines)), flush=True)
+    say("\n".join(lines))
     if json_file:
         write_whole(Path(json_file), json.dumps(figures(sweep, setup, dealt), indent=2) + "\n")
     if dealt.code:
-        say(f"asked to end; go on with: mpitrain sweep --run-dir {sweep.folder}")
+        _note(f"asked to end; go on with: mpitrain sweep --run-dir {sweep.folder}")
         return dealt.code
     return EXIT_ERROR if any(one.status == FAILED for one in found) else EXIT_OK
 
@@ -303,6 +304,6 @@ def figures(sweep: Sweep, setup: Setup, dealt: Dealt) -> dict[str, Any]:
     }
 
 
-def say(text: str) -> None:
+def _note(text: str) -> None:
     """A line for people, on stderr."""
-    print(printable(f"mpitrain: {text}"), file=sys.stderr, flush=True)
+    tell(f"mpitrain: {text}")

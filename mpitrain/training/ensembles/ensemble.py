@@ -20,7 +20,7 @@ from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.reporting.report import write_json
 from mpitrain.reporting.run_files import RunFiles
-from mpitrain.reporting.targets import Choice, read_choice
+from mpitrain.reporting.targets import Choice, choice_by_name, read_choice
 from mpitrain.system.interrupts import interruptible
 from mpitrain.training.agree import attempt
 from mpitrain.training.ensembles import saved, soups
@@ -390,7 +390,7 @@ class _Making:
 
 
 def _choice(metric: str, by: Choice) -> Choice:
-    return by if by.metric == metric else read_choice(metric)
+    return by if by.metric == metric else choice_by_name(metric)
 
 
 def _best_of(members: Sequence[Member], by: Choice) -> Member:

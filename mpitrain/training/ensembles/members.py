@@ -21,7 +21,7 @@ from mpitrain.reporting.repetitions import (
     why_not_comparable,
 )
 from mpitrain.reporting.run_files import RunFiles, read_runs
-from mpitrain.reporting.targets import LOSS, Choice, read_choice
+from mpitrain.reporting.targets import LOSS, Choice, choice_by_name, read_choice
 from mpitrain.training.ensembles.saved import holds_ensemble
 
 DEFAULT_TOP = 3
@@ -84,7 +84,7 @@ def default_choice(run: RunFiles) -> Choice:
     """What runs like this are compared by where nobody says."""
     best = (run.result.get("best") or {}).get("metric")
     metrics = run.result.get("metrics") or {}
-    return read_choice(best or ("accuracy" if "accuracy" in metrics else LOSS))
+    return choice_by_name(best or ("accuracy" if "accuracy" in metrics else LOSS))
 
 
 def choice_of(job: Job, by: str | None, measured: Sequence[str]) -> Choice:
@@ -98,7 +98,7 @@ def choice_of(job: Job, by: str | None, measured: Sequence[str]) -> Choice:
     if job.best_by is not None and job.best_by.metric in measured:
         return job.best_by
     target = next((name for name in job.target or () if name in measured), None)
-    return read_choice(target or ("accuracy" if "accuracy" in measured else LOSS))
+    return choice_by_name(target or ("accuracy" if "accuracy" in measured else LOSS))
 
 
 def _why_unable(run: RunFiles) -> str:

@@ -14,7 +14,6 @@ import importlib
 import inspect
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.errors import AgreedError, MpitrainError, printable
+from mpitrain.errors import AgreedError, MpitrainError
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.mpi.allreduce_plan import Plan
 from mpitrain.strategies.allreduce import AllReduce
@@ -33,7 +32,7 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.system import background, rank_status
 from mpitrain.system.error_record import exit_code, write_record
 from mpitrain.system.launch_variables import node_name
-from mpitrain.system.saying import flush, say
+from mpitrain.system.saying import flush, tell
 from mpitrain.system.tracebacks import own_part
 from mpitrain.threads.draws import Draws
 from mpitrain.threads.hub import CalledOffError, Hub
@@ -199,17 +198,17 @@ def threads_command(load: Callable[[], Job], overrides: Overrides, num_threads: 
         code = error.exit_code
     except KeyboardInterrupt as error:
         code = exit_code(error)
-        say("mpitrain: interrupted", sys.stderr)
+        tell("mpitrain: interrupted")
     except MpitrainError as error:
         code = error.exit_code
-        say(printable(f"mpitrain: error: {error}{_where(error)}"), sys.stderr)
+        tell(f"mpitrain: error: {error}{_where(error)}")
     except Exception as error:
         code = exit_code(error)
-        say(printable(own_part(error)), sys.stderr, end="")
-        say(printable(f"mpitrain: {type(error).__name__}: {error}{_where(error)}"), sys.stderr)
+        tell(own_part(error), end="")
+        tell(f"mpitrain: {type(error).__name__}: {error}{_where(error)}")
     rank_status.reach(rank_status.ENDED, code)
     signals.ignore()
-    flush(sys.stdout)
+    flush()
     if any(thread.name.startswith("mpitrain-rank-") for thread in threading.enumerate()):
         os._exit(code)  # one that does not come to its end must not be in torch while that is unloaded
     return code
@@ -224,7 +223,7 @@ def _record(ranks: ThreadRanks, error: BaseException) -> None:
     try:
         write_record(ranks, ranks.run_dir, error)
     except OSError as failure:  # the error itself is what has to be reported
-        say(f"mpitrain: could not write the error report: {failure}", sys.stderr)
+        tell(f"mpitrain: could not write the error report: {failure}")
 
 
 def _copied(job: Job) -> Job:

@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import faulthandler
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -33,7 +32,7 @@ from mpitrain.system import background
 from mpitrain.system.folders import make_private
 from mpitrain.system.optional import optional
 from mpitrain.system.processes import place, send_signal
-from mpitrain.system.saying import say
+from mpitrain.system.saying import tell
 from mpitrain.training.watchdog.alarm_files import Alarm
 from mpitrain.training.watchdog.emergency import Emergency
 from mpitrain.training.watchdog.liveness import LivenessCheck
@@ -195,7 +194,7 @@ class Watchdog:
         for rank in silent:
             if send_signal(self._process(rank), signal.SIGKILL):
                 text = f"{self._named({rank})} stands still and was ended; the others go on"
-                say(f"mpitrain: {self.runtime.where()}: {text}", sys.stderr)
+                tell(f"mpitrain: {self.runtime.where()}: {text}")
         return True
 
     def _process(self, rank: int) -> str:
