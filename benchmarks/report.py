@@ -396,6 +396,25 @@ def signals() -> str:
     )
 
 
+def slurm_signals() -> str:
+    rows = newest("slurm_signals", "event")
+    ends = [end for row in rows.values() for end in row["ends"]]
+    lines = ["| what happens | strategy | newest checkpoint before it | goes on from, or ended at | right |"]
+    lines += ["|---|---|---|---|---|"]
+    for end in ends:
+        right = "yes" if end["right"] else "**no**"
+        cells = (end["event"], f"`{end['strategy']}`", f"{end['before']:,}", f"{end['after']:,}", right)
+        lines.append(f"| {' | '.join(cells)} |")
+    right = sum(end["right"] for end in ends)
+    copied = [row["event"] for row in rows.values() if "transcribed" in row]
+    note = (
+        f"Copied from what the program printed, not written by it: {'; '.join(copied)}.\n\n" if copied else ""
+    )
+    return (
+        "\n".join(lines) + f"\n\nIn samples; {right} of {len(ends)} right.\n\n{note}" + origin(*rows.values())
+    )
+
+
 def hostile() -> str:
     row = one("hostile")
     return (
@@ -529,6 +548,7 @@ PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "search": (["python benchmarks/search.py"], search),
     "tolerance_cost": (["python benchmarks/tolerance_cost.py"], tolerance_cost),
     "signals": (["python benchmarks/signals.py"], signals),
+    "slurm_signals": (["python benchmarks/slurm_signals.py"], slurm_signals),
     "threads": (["python benchmarks/threads.py"], threads),
     "hostile": (["make hostile"], hostile),
     **report_growth.PROGRAMS,

@@ -54,6 +54,7 @@ BY_HAND = {
     "quantisation",
     "search",
     "signals",
+    "slurm_signals",
     "threads",
     "tolerance_cost",
 }  # take minutes, or root
@@ -68,6 +69,7 @@ HELPERS = {
     "report_literature",
     "models",
     "threads_job",
+    "slow_checkpoint_job",
 }  # fmt: skip
 
 
@@ -90,7 +92,7 @@ def helps():
 def test_every_program_says_how_often_it_measures_and_records_on_request(helps, name):
     """`--rounds` of a measurement, `--kills` of a campaign; no row is written without `--record`."""
     assert "--record" in helps[name]
-    assert ("--kills" if name in ("chaos", "signals") else "--rounds") in helps[name]
+    assert ("--kills" if name in ("chaos", "signals", "slurm_signals") else "--rounds") in helps[name]
 
 
 def test_the_emulated_hosts_explain_themselves(helps):

@@ -112,6 +112,7 @@ class Cluster:
     root: Path
     num_nodes: int = 3
     gpus_per_node: int = 2
+    conf: str = ""  # further lines; of two with one name the later one holds
 
     @property
     def names(self) -> list[str]:
@@ -176,7 +177,7 @@ class Cluster:
             names=",".join(self.names),
             first=self.names[0],
         )
-        (self.root / "slurm.conf").write_text(conf)
+        (self.root / "slurm.conf").write_text(conf + self.conf)
         (self.root / "gres.conf").write_text(
             "".join(
                 f"NodeName={name} Name=gpu File={self.root}/nodes/{name}/gpu[0-{self.gpus_per_node - 1}]\n"
