@@ -16,6 +16,8 @@
 #                                                                    (options: make chaos ARGS="--kills 20 --record")
 #   make hostile            read files made to do harm, and good ones with random damage, some minutes
 #                                                                    (options: make hostile ARGS="--seeds 50 --record")
+#   make mutants            plant 200 small faults, one at a time, and count those that the tests see; hours, in pieces
+#                                                                    (options: make mutants ARGS="--minutes 60 --jobs 2")
 #   make docs               write the tables and figures of README.md, docs/ and benchmarks/README.md anew
 #   make slurm              a shell inside a three-node Slurm on this machine (Debian packages slurm-wlm, munge, libpmix2)
 #
@@ -41,7 +43,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test test-oldest test-torch clients tables extended coverage chaos hostile docs slurm lint lint-style lint-types lint-duplicates format clean
+.PHONY: help train test test-oldest test-torch clients tables extended coverage chaos hostile mutants docs slurm lint lint-style lint-types lint-duplicates format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -107,6 +109,9 @@ chaos: $(VENV)/.installed-train
 
 hostile: $(VENV)/.installed-test
 	$(VENV)/bin/python -m tests.hostile.campaign $(ARGS)
+
+mutants: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.mutants.campaign $(ARGS)
 
 docs: $(VENV)/.installed-test
 	$(VENV)/bin/python docs/generate.py
