@@ -7,6 +7,8 @@
 #                                                                    (options: make test-oldest ARGS="tests/model")
 #   make extended    the tests that `make test` leaves out: more kills, more strategies, torch's compiler
 #   make tables      every cell of the tables of features and of resumes, of which `make test` enters a sample
+#   make pairs       every pair of features that a job can name, a quarter of an hour; `make test` runs a sample
+#                                                                    (options: make pairs ARGS="'ema | compile'")
 #   make test-torch  torch's own tests of torch.distributed, over gloo and over mpi4py; a quarter of an hour
 #                                                                    (options: make test-torch ARGS="--columns gloo:2 mpi4py:2")
 #   make clients     programs of Lightning, Accelerate, the HF Trainer and Heat, over gloo and over mpi4py
@@ -43,7 +45,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test test-oldest test-torch clients tables extended coverage chaos hostile mutants docs slurm lint lint-style lint-types lint-duplicates format clean
+.PHONY: help train test test-oldest test-torch clients tables pairs extended coverage chaos hostile mutants docs slurm lint lint-style lint-types lint-duplicates format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -68,6 +70,10 @@ TABLES = tests/mpi/test_features.py tests/mpi/test_resume_options.py tests/mpi/t
 tables: $(VENV)/.installed-test
 	set -o pipefail; { git rev-parse --short HEAD; MPITRAIN_TABLES=all $(VENV)/bin/python -m pytest $(TABLES) $(ARGS); } | tee $(VENV)/tables.log; \
 	    code=$$?; { head -1 $(VENV)/tables.log; tail -1 $(VENV)/tables.log; } > tests/tables.txt; exit $$code
+
+# What it found goes to tests/pairs.txt, which is committed.
+pairs: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.pairs $(ARGS)
 
 # What it printed last goes to tests/extended.txt, which is committed.
 extended: $(VENV)/.installed-test $(VENV_MPICH)/.installed

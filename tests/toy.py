@@ -167,12 +167,12 @@ BY_TURNS = {
 class LookedUp(nn.Module):
     """Of whole numbers made of `x`."""
 
-    def __init__(self, table):
+    def __init__(self, table, *layers):
         super().__init__()
-        self.table, self.head = table, nn.Linear(3, 1)
+        self.table, self.head = table, nn.Sequential(*layers, nn.Linear(3, 1)) if layers else nn.Linear(3, 1)
 
     def forward(self, x):
-        return self.head(self.table((x * 8 + 8).long()).mean(1))
+        return self.head(self.table((x * 8 + 8).long().clamp(0, 16)).mean(1))
 
 
 NORMED = {
@@ -180,6 +180,8 @@ NORMED = {
     "normed in float64": lambda: normed().double(),
     "looked up": lambda: LookedUp(nn.Embedding(17, 3, sparse=True)),
     "served": lambda: LookedUp(mt.ServedEmbedding(17, 3)),
+    "looked up, normed": lambda: LookedUp(nn.Embedding(17, 3, sparse=True), nn.BatchNorm1d(3)),
+    "served, normed": lambda: LookedUp(mt.ServedEmbedding(17, 3), nn.BatchNorm1d(3)),
 }
 
 
