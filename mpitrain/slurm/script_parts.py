@@ -70,6 +70,13 @@ LIMIT = """\
 # Slurm signals @signal_s@ s before the limit. A limit that is shorter than this script was written for (a debug queue)
 # would leave no time before that: then the last fifth of it is enough.
 left=0 LEAD=@signal_s@
+if [[ -z ${SLURM_JOB_END_TIME:-} && -n ${SLURM_JOB_ID:-} ]]; then # Slurm 22.05 sets neither, its scontrol knows both
+    times=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | grep -m 1 StartTime= || true)
+    seconds() { date +%s -d "$(sed -n "s/.*$1=\\([^ ]*\\).*/\\1/p" <<<"$times")" 2>/dev/null; }
+    if from=$(seconds StartTime) && to=$(seconds EndTime) && [[ $times == *EndTime=[0-9]* ]]; then
+        export SLURM_JOB_START_TIME=$from SLURM_JOB_END_TIME=$to
+    fi
+fi
 limit=$((${SLURM_JOB_END_TIME:-0} - ${SLURM_JOB_START_TIME:-0}))
 if ((limit > 0 && limit < 5 * LEAD)); then LEAD=$((limit / 5 > @least_lead_s@ ? limit / 5 : @least_lead_s@)); fi
 if ((limit > 0 && limit - LEAD < @least_s@)); then

@@ -193,6 +193,32 @@ def test_a_limit_that_is_too_short_ends_the_script_before_anything_starts() -> N
     assert subprocess.run(["bash", "-c", limit], env=env).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("times", "known"),
+    [
+        ("StartTime=2026-01-01T10:00:00 EndTime=2026-01-01T10:10:00 Deadline=N/A", "600 lead 120"),
+        ("StartTime=2026-01-01T10:00:00 EndTime=Unknown Deadline=N/A", "0 lead 300"),  # no limit
+        ("", "0 lead 300"),  # no such program, or no such job
+    ],
+)
+def test_a_slurm_that_sets_no_times_is_asked_for_them(tmp_path: Path, times: str, known: str) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "   RunTime=00:00:01 TimeLimit=00:10:00"\necho "   {times}"\n')
+    scontrol.chmod(0o755)
+    text = render(Script("single-node"))
+    limit = text[text.index("left=0 LEAD=") : text.index("put_off()")]
+    told = 'echo "$limit lead $MPITRAIN_LEAD_S"; env | grep -c ^SLURM_JOB_.*_TIME || true'
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    run = subprocess.run(
+        ["bash", "-c", f"set -euo pipefail\n{limit}{told}"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.split("\n")[:2] == [known, "2" if known.startswith("6") else "0"]
+
+
 def test_a_rank_asks_by_itself_where_a_checkpoint_takes_longer_than_the_lead() -> None:
     env = {"MPITRAIN_LEAD_S": "300", "SLURM_JOB_END_TIME": "10000"}
     assert not needs_now(100.0, 9999.0, env)  # the script asks
