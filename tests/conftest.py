@@ -42,6 +42,11 @@ for _name in list(os.environ):
     if _name.startswith(_LEFT_BY_LAUNCHERS):
         del os.environ[_name]
 
+# A shell that runs the tests in the background, and nohup, have their children ignore signals, which tests send.
+for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
+
 # Two mpiruns that begin and end at once trip over each other's session folders ("The PMIx server's listener thread
 # failed to start"), so each of the processes that run files side by side has a folder of its own for what is temporary.
 if "PYTEST_XDIST_WORKER" in os.environ:
