@@ -14,14 +14,14 @@ from typing import Any
 
 from mpitrain.errors import UsageError
 from mpitrain.slurm import script_parts
-from mpitrain.slurm.limits import LEAST_LEAD_S, LEAST_MINUTES, LEAST_TRAIN_S, lead, seconds_of
+from mpitrain.slurm.limits import LEAST_LEAD_S, LEAST_MINUTES, LEAST_TRAIN_S, LIMIT, lead, seconds_of
 from mpitrain.values import nearest
 
 _NO_WORD = r"""[\s"'`#$\\]"""  # what sbatch would not take for a part of a directive's word
 
 _BASE = (
     script_parts.NODES,
-    script_parts.LIMIT,
+    LIMIT,
     script_parts.SIGNALS,
     script_parts.EACH,
     script_parts.CHECK_NODES,
@@ -65,7 +65,7 @@ KINDS: dict[str, _Kind] = {
         (
             script_parts.RUN_DIR,
             script_parts.HET_NODES,
-            script_parts.LIMIT,
+            LIMIT,
             script_parts.SIGNALS,
             script_parts.HET_EACH,
             script_parts.CHECK_NODES,

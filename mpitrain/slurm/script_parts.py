@@ -66,36 +66,6 @@ gpus_asked() { # GPUs a node that the job has asked for: the shell of an exclusi
 WORKERS=${WORKERS_PER_NODE:-$(gpus_asked)} # one a GPU
 """
 
-LIMIT = """\
-# Slurm signals @signal_s@ s before the limit. A limit that is shorter than this script was written for (a debug queue)
-# would leave no time before that: then the last fifth of it is enough.
-left=0 LEAD=@signal_s@
-if [[ -z ${SLURM_JOB_END_TIME:-} && -n ${SLURM_JOB_ID:-} ]]; then # Slurm 22.05 sets neither, its scontrol knows both
-    times=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | grep -m 1 StartTime= || true)
-    seconds() { date +%s -d "$(sed -n "s/.*$1=\\([^ ]*\\).*/\\1/p" <<<"$times")" 2>/dev/null; }
-    if from=$(seconds StartTime) && to=$(seconds EndTime) && [[ $times == *EndTime=[0-9]* ]]; then
-        export SLURM_JOB_START_TIME=$from SLURM_JOB_END_TIME=$to
-    fi
-fi
-limit=$((${SLURM_JOB_END_TIME:-0} - ${SLURM_JOB_START_TIME:-0}))
-if ((limit > 0 && limit < 5 * LEAD)); then LEAD=$((limit / 5 > @least_lead_s@ ? limit / 5 : @least_lead_s@)); fi
-if ((limit > 0 && limit - LEAD < @least_s@)); then
-    echo "nothing can be trained within a limit of $limit s, of which the last $LEAD s are for the checkpoint:" \\
-        "ask for --time=@least_minutes@ or more" >&2
-    exit 2
-fi
-export MPITRAIN_LEAD_S=$LEAD
-put_off() { # whether this is Slurm's signal and comes too early: it is sent again in time
-    local ran
-    if ((now || limit <= 0 || LEAD == @signal_s@)); then return 1; fi
-    left=$((SLURM_JOB_END_TIME - $(date +%s))) ran=$(($(date +%s) - SLURM_JOB_START_TIME))
-    if ((left <= LEAD + 5 || left > @signal_s@ + 90)); then return 1; fi
-    if ((left < @signal_s@ - 5 && ran > 90)); then return 1; fi
-    echo "the limit of $limit s is short: asked to end $LEAD s before it, not now" >&2
-    (sleep $((left - LEAD)) && kill -USR1 $$) </dev/null >/dev/null 2>&1 &
-}
-"""
-
 # Signals go to the batch shell (--signal=B:) and from it to the launcher, which hands them to all ranks: that is one
 # way for srun, mpirun and mpiexec. A signal that comes between two launches is not lost: `run` then starts nothing.
 SIGNALS = """\

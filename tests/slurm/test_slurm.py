@@ -10,7 +10,7 @@ import pytest
 
 from mpitrain.errors import UsageError
 from mpitrain.slurm import KINDS, Script, may_requeue, render, render_site, script_parts
-from mpitrain.slurm.limits import lead
+from mpitrain.slurm.limits import LIMIT, lead
 from mpitrain.slurm.requeue import decide, decide_without_checkpoint
 from mpitrain.slurm.script import make
 from mpitrain.slurm.status import describe
@@ -172,7 +172,7 @@ def test_a_signal_that_comes_too_early_for_a_short_limit_is_put_off(
     tmp_path: Path, limit_s: int, after_s: int, number: str, told: str
 ) -> None:
     known = {"@signal_s@": "300", "@least_lead_s@": "30", "@least_s@": "90", "@least_minutes@": "2"}
-    limit = script_parts.LIMIT
+    limit = LIMIT
     for name, value in known.items():
         limit = limit.replace(name, value)
     env = {"NOW": str(1000 + after_s), "TOLD": str(tmp_path / "told"), "PATH": "/usr/bin:/bin"}
