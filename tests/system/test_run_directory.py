@@ -47,7 +47,7 @@ def opened(run_dir, resume=None):
 
 
 def checkpoint(run_dir, mark, identity):
-    write_part(folder_of(run_dir, mark), "shard-0", {"checkpoint_at": mark}, identity, ["shard-0"], {})
+    write_part(folder_of(run_dir, mark), "shard-0", {"role": {}}, identity, ["shard-0"], {})
 
 
 def test_a_new_run_moves_aside_what_is_there_and_a_run_that_goes_on_does_not(tmp_path):
