@@ -126,7 +126,7 @@ def test_ranks_whose_ends_come_one_by_one_are_waited_for(
     monkeypatch.setattr(supervision, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(supervision, "RESULT_GRACE_S", 100.0)
     now_s, looks = [0.0], []
-    monkeypatch.setattr(supervision.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(supervision.awake, "now_s", lambda: now_s[0])
     statuses = {rank: RankStatus(rank, "a", "", READY) for rank in range(5)}
 
     def look(child: object) -> None:
