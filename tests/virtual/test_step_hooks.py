@@ -82,6 +82,9 @@ class Kept:
     def asked(self):
         return False
 
+    def try_out(self, role_state):
+        pass
+
     def save(self, mark, role_state, parts):
         state = {"role": json.loads(json.dumps(role_state)), "more": self.more()}
         self.disk.setdefault(mark, {})[self.part] = copy.deepcopy(state)
