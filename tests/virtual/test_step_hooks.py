@@ -73,6 +73,8 @@ def test_a_hook_that_moves_parameters_ends_the_run(tmp_path):
 class Kept:
     """Checkpoints in memory, every twelve samples: of each part what its role and whatever else it has say."""
 
+    writes_last = False
+
     def __init__(self, disk, part, more, writers=()):
         self.disk, self.part, self.more, self.writers = disk, part, more, writers
 
