@@ -62,11 +62,10 @@ def test_usr1_requeues_and_the_run_goes_on_at_the_next_step(site: Site, whole: s
         assert "requeue: restart 1 of at most 20" in output and fom(output)["status"] == "ok", output
         result = result_of(site, run)
         assert result["samples"] == NUM_SAMPLES and 0 < result["resumed_from"] < NUM_SAMPLES
-        # asynchronously, a checkpoint is named before all servers have written it: it may hold more
-        (samples,) = resumes(site, run)
-        assert samples >= result["resumed_from"] and (
-            run == "again-async" or samples == result["resumed_from"]
-        )
+        (samples,) = resumes(
+            site, run
+        )  # that it holds; it was named before the update after which it was written
+        assert result["resumed_from"] <= samples < NUM_SAMPLES
         starts = [json.loads(line) for line in (site.folder / run / "legs.jsonl").read_text().splitlines()]
         first, last = [start["hosts"] for start in starts if "hosts" in start]
         assert result["num_starts"] == 2 and result["hosts"] == last and {len(first), len(last)} == {2}
