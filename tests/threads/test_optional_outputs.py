@@ -12,7 +12,7 @@ import pytest
 import mpitrain as mt
 from mpitrain.reporting import csv_log, mllog
 from mpitrain.roles import replay
-from mpitrain.system import optional
+from mpitrain.system import optional, saying
 from mpitrain.system.saying import escape_what_cannot_be_printed, write
 from mpitrain.values import parse
 from tests import toy
@@ -40,13 +40,21 @@ def is_whole(result, path):
 
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch):
+    """Nor lost: a full file system takes nothing for the standard output either, which commands of later tests tell."""
     monkeypatch.setattr(optional, "_told", set())
+    monkeypatch.setattr(saying, "_lost", "")
+
+
+def delete(folder):
+    """All of it, whatever others write into it meanwhile."""
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.parametrize("text", ["async(servers=2)", "allreduce()", "localsgd(period=2)", "decentralized()"])
 def test_a_run_whose_directory_is_deleted_leaves_its_model_and_its_result(text, tmp_path, capfd):
     path = tmp_path / "run"
-    during = {6: lambda: shutil.rmtree(path)}
+    during = {6: lambda: delete(path)}
     is_whole(train(path, text, during, log="csv,mllog", checkpoint_every="20 samples"), path)
     told = capfd.readouterr().err
     for shard in range(2):

@@ -72,6 +72,7 @@ for call in (
     said = in_a_child(call)
     assert f"was forked from rank {member} of 2 and is no rank itself" in said, said
 assert in_a_child(dist.destroy_process_group) == "nothing"
+dist.barrier()  # what has arrived before a process is forked it may look at
 dist.send(torch.full((1,), 7.0 + member), 1 - member)
 work.wait()
 assert received.item() == 8.0 - member
