@@ -41,6 +41,7 @@ class InPlaceGuard:
         self.named, self.why_not = list(named), why_not
         self.changed: dict[str, None] = {}
         self._due = Rarely()
+        self._interval: tuple[list[tuple[int, int]], torch.Tensor | None] | None = None
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -49,17 +50,38 @@ class InPlaceGuard:
         Raises:
             UsageError: it has changed a parameter, and that cannot be kept.
         """
-        marks = self.marks()
-        contents = fingerprints([one for _, one in self.named]) if self.why_not and self._due() else None
+        before = self.marks(), self._contents()
         yield
-        self.check(marks, contents)
+        self.check(*before)
+
+    def begin_interval(self) -> None:
+        """Between two steps a loop of one's own runs, with its passes; a step is over, or the first one is to come."""
+        self._interval = self.marks(), self._contents()
+
+    def end_interval(self) -> None:
+        """The next step is to come.
+
+        Raises:
+            UsageError: as `around`.
+        """
+        if self._interval is not None:
+            self.check(*self._interval, who="the loop, its forward pass or its loss")
+
+    def _contents(self) -> torch.Tensor | None:
+        """For what marks do not show, where it matters and it is time to look."""
+        return fingerprints([one for _, one in self.named]) if self.why_not and self._due() else None
 
     def marks(self) -> list[tuple[int, int]]:
         """What moves with a tensor that is changed in place, or given other memory."""
         return [(one._version, one.data_ptr()) for _, one in self.named]
 
-    def check(self, marks: list[tuple[int, int]], contents: torch.Tensor | None = None) -> None:
-        """Compare with what was there before.
+    def check(
+        self,
+        marks: list[tuple[int, int]],
+        contents: torch.Tensor | None = None,
+        who: str = "the forward pass or the loss",
+    ) -> None:
+        """Compare with what was there before; `who` may have changed it.
 
         Raises:
             UsageError: as `around`.
@@ -76,7 +98,7 @@ class InPlaceGuard:
         self.changed |= dict.fromkeys(found)
         if self.why_not:
             raise UsageError(
-                f"the forward pass or the loss changes {found[0]!r} in place, and {self.why_not}: {WAY_OUT}; "
+                f"{who} changes {found[0]!r} in place, and {self.why_not}: {WAY_OUT}; "
                 "localsgd() and elastic() keep what a worker changes"
             )
 

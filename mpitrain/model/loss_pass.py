@@ -31,15 +31,21 @@ def passed(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, LossPass) else module
 
 
+def name_itself(model: Any) -> bool:
+    """From here on `model.module` is the model itself, as programs for torch's DDP write it; a model that has an
+    attribute of this name keeps it. Returns whether it had none."""
+    if not isinstance(model, nn.Module) or hasattr(model, "module"):
+        return False
+    vars(model)["module"] = model  # past nn.Module, which would make it a part of itself
+    return True
+
+
 @contextlib.contextmanager
 def naming_itself(model: Any) -> Iterator[None]:
-    """Meanwhile `model.module` is the model itself, as programs for torch's DDP write it; a model that has an attribute
-    of this name keeps it."""
-    if not isinstance(model, nn.Module) or hasattr(model, "module"):
-        yield
-        return
-    vars(model)["module"] = model  # past nn.Module, which would make it a part of itself
+    """`name_itself`, for as long as the block runs."""
+    named = name_itself(model)
     try:
         yield
     finally:
-        vars(model).pop("module", None)
+        if named:
+            vars(model).pop("module", None)

@@ -1,4 +1,4 @@
-"""A wrapped loop under allreduce: torch's DDP around the user's model, and what a checkpoint of it holds.
+"""A wrapped loop under allreduce: gradients averaged in the backward pass, and what a checkpoint of it holds.
 
 Invariants: model and optimizer are the user's own and the same on all workers, so the first one writes them for
 all; buffers, and what a codec keeps back, are each worker's. For another number of workers the latter are distributed
@@ -26,9 +26,11 @@ from mpitrain.wrapping.checkpoints import (
 if TYPE_CHECKING:
     from torch import nn
 
+    from mpitrain.model.in_place import InPlaceGuard
     from mpitrain.mpi.runtime import Runtime
     from mpitrain.strategies.allreduce import AllReduce
     from mpitrain.training.replica_guard import ReplicaGuard
+    from mpitrain.wrapping.exchange import Exchange
 
 
 def join_ddp(
@@ -38,20 +40,21 @@ def join_ddp(
     strategy: AllReduce,
     resume: Any,
     number: int = 0,
-) -> tuple[Any, Saver, Resumed | None]:
-    """The model to go on with, how to save, and what to go on from. `number`: of the model, where the program has
-    several.
+    find_unused: bool | None = None,
+) -> tuple[Saver, Resumed | None]:
+    """How to save, and what to go on from. `number`: of the model, where the program has several; `find_unused`: as
+    for `Exchange`.
 
     Raises:
         UsageError (AgreedError under MPI): the codec does not fit the optimizer, or a checkpoint of another run.
     """
     from mpitrain.model.codec_registry import check_optimizer
-    from mpitrain.model.in_place import held_alike
+    from mpitrain.model.in_place import InPlaceGuard, held_alike
     from mpitrain.model.optimizer import Rates
     from mpitrain.mpi.process_group.process_group import init_default_group
     from mpitrain.training.measure import share_module
     from mpitrain.training.replica_guard import ReplicaGuard
-    from mpitrain.training.synchronous.ddp import attach, data_parallel
+    from mpitrain.wrapping.exchange import Exchange
 
     runtime.role = "worker"
     check_optimizer(strategy.codec, optimizer)
@@ -67,10 +70,11 @@ def join_ddp(
     if number == 0:
         keep_allreduce(runtime, found, about)
         init_default_group(runtime)
-    parallel = data_parallel(model)
-    hook = attach(parallel, strategy.codec)
-    guard = ReplicaGuard(runtime, strategy, lambda: held_alike(model))
-    _watch_steps(runtime, model, optimizer, guard)
+    exchange = Exchange(model, strategy.codec, find_unused)
+    hook = exchange.hook
+    in_place = InPlaceGuard([*model.named_parameters()], "")
+    guard = ReplicaGuard(runtime, strategy, lambda: held_alike(model), changed=lambda: in_place.changed)
+    _watch_steps(runtime, model, optimizer, guard, exchange, in_place)
     part = own_part(runtime.rank)
     if found is not None:
         if part in found.parts:
@@ -87,15 +91,24 @@ def join_ddp(
         return held | {"module": model.state_dict(), "optimizer": rates.state()}
 
     saver = lockstep_saver(run, about, runtime.rank, runtime.size, take)
-    return parallel, saver, loop_state(found, part, "shard-0")
+    return saver, loop_state(found, part, "shard-0")
 
 
-def _watch_steps(runtime: Runtime, model: nn.Module, optimizer: Optimizer, guard: ReplicaGuard) -> None:
+def _watch_steps(
+    runtime: Runtime,
+    model: nn.Module,
+    optimizer: Optimizer,
+    guard: ReplicaGuard,
+    exchange: Exchange,
+    in_place: InPlaceGuard,
+) -> None:
     """A step is progress, and updates nothing whose gradients are not averaged."""
     averaged = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     num_groups = len(optimizer.param_groups)
 
     def check(optimizer: Optimizer, *_: Any) -> None:
+        exchange.check_whole()
+        in_place.end_interval()
         for group in optimizer.param_groups[num_groups:]:
             if any(
                 parameter.requires_grad and id(parameter) not in averaged for parameter in group["params"]
@@ -108,7 +121,9 @@ def _watch_steps(runtime: Runtime, model: nn.Module, optimizer: Optimizer, guard
 
     def count(*_: Any) -> None:
         guard.after_step()
+        in_place.begin_interval()
         runtime.step += 1
 
+    in_place.begin_interval()
     optimizer.register_step_pre_hook(check)
     optimizer.register_step_post_hook(count)

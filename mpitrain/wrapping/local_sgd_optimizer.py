@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from mpitrain.errors import LostRankError, NonFiniteError, UsageError
 from mpitrain.model.flat import all_finite
 from mpitrain.model.optimizer import check_closure
+from mpitrain.training.replica_guard import ReplicaGuard
 from mpitrain.wrapping.delegating import DelegatingOptimizer
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mpitrain.strategies.local_sgd import LocalSGD
     from mpitrain.training.local_sgd.averager import Averager
     from mpitrain.wrapping.checkpoints import Resumed, Saver
+    from mpitrain.wrapping.exchange import Exchange
 
 
 class LocalSGDOptimizer(DelegatingOptimizer):
@@ -30,12 +32,19 @@ class LocalSGDOptimizer(DelegatingOptimizer):
 
     Args:
         averager: of the workers' parameters.
-        parallel: the DistributedDataParallel that averages gradients until `start`, if there is a start.
+        exchange: what averages gradients until `start`, if there is a start.
     """
 
-    def __init__(self, runtime: Runtime, optimizer: Optimizer, averager: Averager, parallel: Any = None):
+    def __init__(
+        self,
+        runtime: Runtime,
+        optimizer: Optimizer,
+        averager: Averager,
+        exchange: Exchange | None = None,
+    ):
         super().__init__(optimizer, str(averager.strategy))
-        self._runtime, self._averager, self._parallel = runtime, averager, parallel
+        self._runtime, self._averager, self._exchange = runtime, averager, exchange
+        self._guard = ReplicaGuard(runtime, averager.strategy, averager.held_alike)
         self._num_steps = self._skipped = 0
 
     def step(self, closure: Any = None) -> Any:
@@ -43,8 +52,12 @@ class LocalSGDOptimizer(DelegatingOptimizer):
 
         Raises:
             NonFiniteError: at an averaging, on all workers: some worker's gradient held a NaN or an infinity.
+            UsageError: the loss leaves out parameters whose gradients are averaged.
+            ReplicasPartedError: on all workers: they hold different numbers where they must hold the same.
         """
         loss = closure() if closure is not None else None
+        if self._exchange is not None:
+            self._exchange.check_whole()
         self._runtime.step = self._num_steps
         gradients = [p.grad for p in self._averager.parameters if p.grad is not None]
         alone = not self._averager.averages_gradients
@@ -58,9 +71,14 @@ class LocalSGDOptimizer(DelegatingOptimizer):
         self._num_steps += 1
         if self._averager.end_step():
             self._average()
-        if self._parallel is not None:
-            self._parallel.require_backward_grad_sync = self._averager.averages_gradients
+        if not self._averager.is_apart:
+            self._guard.after_step()
+        self._turn()
         return loss
+
+    def _turn(self) -> None:
+        if self._exchange is not None:
+            self._exchange.turn(self._averager.averages_gradients)
 
     def _average(self) -> None:
         rows = self._averager.gather_numbers(self._skipped, self._num_steps)
@@ -93,8 +111,7 @@ class LocalSGDOptimizer(DelegatingOptimizer):
     def restore_counts(self, state: dict[str, Any]) -> None:
         """Continue from what `own_state` returned; model, optimizer and averager have."""
         self._num_steps, self._skipped = state["counts"]["num_steps"], state["counts"]["skipped"]
-        if self._parallel is not None:
-            self._parallel.require_backward_grad_sync = self._averager.averages_gradients
+        self._turn()
 
 
 def join_local_sgd(
@@ -104,8 +121,10 @@ def join_local_sgd(
     strategy: LocalSGD,
     resume: Any,
     number: int = 0,
-) -> tuple[Any, LocalSGDOptimizer, Saver, Resumed | None]:
-    """Workers that step by themselves and average now and then. `number`: of the model, where the program has several.
+    find_unused: bool | None = None,
+) -> tuple[LocalSGDOptimizer, Saver, Resumed | None]:
+    """Workers that step by themselves and average now and then. `number`: of the model, where the program has several;
+    `find_unused`: as for `Exchange`.
 
     Raises:
         UsageError (AgreedError under MPI): periods in samples, or a checkpoint of another run or number of workers.
@@ -116,7 +135,6 @@ def join_local_sgd(
     from mpitrain.training.local_sgd.averager import Averager
     from mpitrain.training.measure import share_module
     from mpitrain.training.session import attempt
-    from mpitrain.training.synchronous.ddp import data_parallel
     from mpitrain.wrapping.checkpoints import (
         about_loop,
         find_run,
@@ -124,6 +142,7 @@ def join_local_sgd(
         lockstep_saver,
         loop_state,
     )
+    from mpitrain.wrapping.exchange import Exchange
 
     if strategy.unit != "steps":
         raise UsageError(f'{strategy}: your own loop counts steps, not samples; use unit="steps" with wrap')
@@ -138,14 +157,14 @@ def join_local_sgd(
         keep_allreduce(runtime, found, about)
         init_default_group(runtime)
     averager = Averager(model, optimizer, strategy)
-    parallel = data_parallel(model) if strategy.start else None
+    exchange = Exchange(model, find_unused=find_unused) if strategy.start else None
     part, rates = own_part(runtime.rank), Rates(optimizer)
     saved = found.part(part) if found else None
     if saved is not None:
         model.load_state_dict(saved["module"])
         rates.restore(saved["optimizer"])
         averager.restore(saved["averager"])
-    local_sgd = LocalSGDOptimizer(runtime, optimizer, averager, parallel)
+    local_sgd = LocalSGDOptimizer(runtime, optimizer, averager, exchange)
     if saved is not None:
         local_sgd.restore_counts(saved)
 
@@ -153,4 +172,4 @@ def join_local_sgd(
         return local_sgd.own_state() | {"optimizer": rates.state()}
 
     saver = lockstep_saver(run, about, runtime.rank, runtime.size, take)
-    return parallel or model, local_sgd, saver, loop_state(found, part, part)
+    return local_sgd, saver, loop_state(found, part, part)

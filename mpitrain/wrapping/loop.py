@@ -1,9 +1,10 @@
 """Keep your own training loop: `model, optimizer = mt.wrap(model, optimizer, mt.Async(servers=1))` under
 `mpirun` or `srun`.
 
-Invariants: nothing of the user's is changed, except that all ranks start from rank 0's parameters and buffers. `wrap`
-returns on workers only: a server serves inside it and then leaves the process. The loop is the worker role turned
-inside out: where the role asks for a gradient the user's loop runs, and `optimizer.step()` hands the gradient in.
+Invariants: the model that comes back is the user's, and nothing of it is changed, except that all ranks start from
+rank 0's parameters and buffers, and that it answers to `module` and `no_sync`. `wrap` returns on workers only: a server
+serves inside it and then leaves the process. The loop is the worker role turned inside out: where the role asks for a
+gradient the user's loop runs, and `optimizer.step()` hands the gradient in.
 """
 
 from __future__ import annotations
@@ -73,55 +74,58 @@ def wrap(
     strategy: Strategy | None = None,
     resume: str | os.PathLike[str] | None = None,
     watchdog_s: float = 1800.0,
+    find_unused_parameters: bool | None = None,
 ) -> tuple[Any, Any]:
     """Make a model and its optimizer train together with those of all other ranks.
 
     Args:
-        model, optimizer: as for one process. Their values are kept (rank 0's are broadcast); learning rates
-            are not scaled.
+        model, optimizer: as for one process. Rank 0's values are broadcast; learning rates are not scaled.
         strategy: `AllReduce()` if None; server strategies take their server ranks out of the world.
         resume: a directory given to `save`: go on from the newest checkpoint there that verifies, or from the
             beginning where there is none; `resumed()` says which.
         watchdog_s: end the job when a rank neither steps nor waits for others for so long, with the stacks of all
             ranks under `resume`, or else under `runs/`; it must exceed the longest time between two steps, a
             validation of your own included. 0 is never; `finish()` ends the watch.
+        find_unused_parameters: whether a backward pass may leave out parameters, where gradients are averaged; None to
+            find out at the first step, as for a job.
 
     Returns:
-        On workers, the model and optimizer to go on with. The latter stands for yours and shares its groups and hooks,
-        so schedulers and whatever else holds yours may be made before or after. Under a server strategy the servers
-        take its steps: `step()` pushes the gradients, with the rates and other options of the groups where you have
-        changed them, and brings the new parameters; state that it has at this call goes along. Under `LocalSGD`
-        `step()` averages when it is due, under `Decentralized` it exchanges with the other peers; take equally many
-        steps on all workers.
+        On workers, the model and optimizer to go on with. The model is yours: whatever you call of it, `backward()` of
+        the loss averages gradients where the strategy does, once each time, so all ranks call it equally often; in
+        `with model.no_sync():` gradients add up unaveraged, and `model.module` is the model. The optimizer stands for
+        yours and shares its groups and hooks, so schedulers and whatever else holds yours may be made before or after.
+        Under a server strategy the servers take its steps: `step()` pushes the gradients, with the rates and other
+        options of the groups where you have changed them, and brings the new parameters; state that it has at this call
+        goes along. Under `LocalSGD` `step()` averages when it is due, under `Decentralized` it exchanges with the other
+        peers; take equally many steps on all workers.
 
     A program with several models, such as a GAN, calls `wrap` for each, all under the same `AllReduce` or `LocalSGD`;
     `save`, `resumed` and `finish` are then of all of them. Servers and peers take one model.
 
     Under ULFM (`mpitrain launch --ft ulfm`) a server strategy goes on without a worker that dies; what it would have
-    taken of the data is your loop's affair, since nothing but the loop knows it. Otherwise a death ends the job.
+    taken of the data is your loop's affair. Otherwise a death ends the job.
 
     Raises:
-        UsageError (AgreedError under MPI): an optimizer or dtype that a server cannot hold, too few ranks, or
-            a second model where there can be one only.
+        UsageError (AgreedError under MPI): what a server cannot hold, too few ranks, or a second model of one only.
         LostRankError (from `step()` under `LocalSGD` and `Decentralized`): a rank has left its loop early.
     """
     global _wrapped
     from mpitrain.mpi.runtime import start
     from mpitrain.training.agree import attempt
 
-    strategy = strategy or AllReduce()
-    runtime = start()
+    strategy, runtime = strategy or AllReduce(), start()
     attempt(runtime, lambda: _check_sparse(model, optimizer, strategy))
     if _wrapped is not None:
         _check_another(_wrapped, strategy, resume)
-        model, another, joined = _join_all(
-            runtime, model, optimizer, strategy, _wrapped.resume, _wrapped.saver.number_of_next
+        number, place = _wrapped.saver.number_of_next, _wrapped.resume
+        another, joined = _join_all(
+            runtime, model, optimizer, strategy, place, find_unused_parameters, number
         )
         _wrapped.saver.take_along(another.saver)
         _wrapped.optimizers += another.optimizers
         return model, joined
     watchdog = _watch(runtime, strategy, resume, watchdog_s)
-    model, _wrapped, joined = _join_all(runtime, model, optimizer, strategy, resume)
+    _wrapped, joined = _join_all(runtime, model, optimizer, strategy, resume, find_unused_parameters)
     _wrapped.watchdog = watchdog
     return model, joined
 
@@ -172,20 +176,25 @@ def _join_all(
     optimizer: Optimizer,
     strategy: Strategy,
     resume: ResumeFrom,
+    find_unused: bool | None,
     number: int = 0,
-) -> tuple[Any, _Wrapped, Any]:
-    """The model to go on with, what this process has joined, by the family of the strategy, and the optimizer to go on
-    with. `number`: of the model, where there are several."""
+) -> tuple[_Wrapped, Any]:
+    """What this process has joined, by the family of the strategy, and the optimizer to go on with. `number`: of the
+    model, where there are several."""
+    from mpitrain.wrapping.exchange import answer_as_ddp
+
     everybody = Roles((), tuple(range(runtime.size)))
     joined: Any = None  # one of several kinds of optimizer
     if isinstance(strategy, AllReduce):
         from mpitrain.wrapping.ddp import join_ddp
 
-        model, saver, resumed = join_ddp(runtime, model, optimizer, strategy, resume, number)
+        saver, resumed = join_ddp(runtime, model, optimizer, strategy, resume, number, find_unused)
     elif isinstance(strategy, LocalSGD):
         from mpitrain.wrapping.local_sgd_optimizer import join_local_sgd
 
-        model, joined, saver, resumed = join_local_sgd(runtime, model, optimizer, strategy, resume, number)
+        joined, saver, resumed = join_local_sgd(
+            runtime, model, optimizer, strategy, resume, number, find_unused
+        )
     elif isinstance(strategy, Decentralized):
         from mpitrain.wrapping.peer_optimizer import join_peers
 
@@ -195,7 +204,8 @@ def _join_all(
         everybody = joined.roles
     others = [] if joined is None else [joined]
     wrapped = _Wrapped(everybody, runtime.rank, others, saver, resumed, strategy, resume)
-    return model, wrapped, optimizer if joined is None else joined
+    answer_as_ddp(model)
+    return wrapped, optimizer if joined is None else joined
 
 
 def _watch(runtime: Runtime, strategy: Strategy, resume: ResumeFrom, timeout_s: float) -> LoopWatchdog:

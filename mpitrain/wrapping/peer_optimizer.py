@@ -42,6 +42,7 @@ class PeerOptimizer(DelegatingOptimizer):
     def start(self) -> None:
         """Run the role up to its first gradient; from here on the other peers may wait for this one."""
         self._active = self._world.advance(self._role, None) is not None
+        self._replica.model.in_place.begin_interval()
         atexit.register(self.finish)
 
     def step(self, closure: Any = None) -> Any:
@@ -50,18 +51,20 @@ class PeerOptimizer(DelegatingOptimizer):
 
         Raises:
             NonFiniteError: the gradient holds a NaN or an infinity.
-            UsageError: after `finish`.
+            UsageError: after `finish`; or the loop changes parameters, which the other peers would not learn of.
         """
         loss = closure() if closure is not None else None
         if not self._active:
             raise UsageError(
                 "step() after finish(): this peer has left the others; call finish() after the last step"
             )
+        self._replica.model.in_place.end_interval()
         self._num_steps += 1
         self._world.on_step(self._num_steps)  # a peer that is alone sends nothing, and still makes progress
         gradient = self._replica.collect(float(loss) if loss is not None else 0.0, 1)
         self._active = self._world.advance(self._role, gradient) is not None
         self._replica.show()
+        self._replica.model.in_place.begin_interval()
         return loss
 
     def finish(self) -> None:

@@ -43,11 +43,11 @@ class ServerOptimizer(DelegatingOptimizer):
         self._worker, self._world = worker, world
         self._role = worker.run()
         self._active = False
-        self._marks: list[tuple[int, int]] | None = None  # of the parameters after the last step
 
     def start(self) -> None:
         """Join the servers and take over their parameters."""
         self._active = self._world.advance(self._role, None) is not None
+        self._replica.model.in_place.begin_interval()
         atexit.register(self._leave)
 
     def step(self, closure: Any = None) -> Any:
@@ -64,8 +64,7 @@ class ServerOptimizer(DelegatingOptimizer):
                 "step() after finish(): this worker has left the servers; call finish() after the last step"
             )
         self._runtime.stamp()  # between two pushes, too
-        if self._marks is not None:
-            self._replica.model.in_place.check(self._marks)
+        self._replica.model.in_place.end_interval()
         steps = self._replica.server_steps
         if steps is not None:
             steps.hooks.before(closure)
@@ -74,7 +73,7 @@ class ServerOptimizer(DelegatingOptimizer):
         self._go_on(gradient)
         if steps is not None:
             steps.hooks.after(closure)
-        self._marks = self._replica.model.in_place.marks()
+        self._replica.model.in_place.begin_interval()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -115,7 +114,9 @@ class ServerOptimizer(DelegatingOptimizer):
         """Have the servers write their parts of a checkpoint, and return what belongs in this worker's."""
         if not self._active:
             raise UsageError("save() after finish(): this worker has left the servers; save before finish()")
+        self._replica.model.in_place.end_interval()
         self._go_on(order)
+        self._replica.model.in_place.begin_interval()  # the servers have answered
         return {
             "role": self._worker.state(),
             "replica": self._replica.state(),

@@ -16,6 +16,16 @@ def two_ranks(tmp_path_factory):
     return launch(2, "model_methods", cwd=tmp_path_factory.mktemp("methods"), timeout_s=300)
 
 
+@pytest.fixture(scope="module")
+def own_loops(tmp_path_factory):
+    return launch(2, "wrapped_methods", cwd=tmp_path_factory.mktemp("loops"), timeout_s=300)
+
+
+@pytest.mark.parametrize("case", case_names("wrapped_methods"))
+def test_a_wrapped_loop_trains_as_one_process_whatever_it_calls(own_loops, case):
+    assert_passed(own_loops, case)
+
+
 @pytest.mark.parametrize("case", case_names("model_methods"))
 def test_ranks_train_as_one_process_whatever_the_loss_calls(two_ranks, case):
     assert_passed(two_ranks, case)

@@ -177,6 +177,17 @@ def test_every_pass_is_looked_at_by_versions():
     assert [*guard.changed] == ["w"]
 
 
+def test_between_steps_a_loop_is_looked_at_as_a_pass_is():
+    weight = torch.zeros(3)
+    guard = InPlaceGuard([("w", weight)], "it is undone")
+    guard.end_interval()  # nothing has begun
+    for way in (lambda: weight.add_(1), lambda: weight.data.add_(1)):
+        guard.begin_interval()
+        way()
+        with pytest.raises(UsageError, match="the loop, its forward pass or its loss changes 'w'"):
+            guard.end_interval()
+
+
 class Ranks:
     """Of which the others hold `others`."""
 

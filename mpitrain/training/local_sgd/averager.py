@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from mpitrain.effects import drive
 from mpitrain.model.flat import trainable
+from mpitrain.model.in_place import held_alike
 from mpitrain.model.outer_optimizer import OuterOptimizer
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.local_sgd.means import Means
@@ -95,6 +96,13 @@ class Averager:
     def is_apart(self) -> bool:
         """Whether workers may hold different parameters now."""
         return bool(self.memory["since"])
+
+    def held_alike(self) -> list[tuple[str, torch.Tensor]]:
+        """What all workers hold the same of after an averaging."""
+        averaged = {id(one) for one in self.parameters}
+        if self.strategy.average_buffers:
+            averaged |= {id(one) for one in floating(self.module.buffers())}
+        return [(name, one) for name, one in held_alike(self.module) if id(one) in averaged]
 
     def begin_step(self) -> None:
         """Before the first local step of a round: remember what all hold."""

@@ -14,7 +14,7 @@ from mpitrain.messages import Kind
 from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import Turn
-from mpitrain.training.local_sgd.averager import Ask, Averager, floating
+from mpitrain.training.local_sgd.averager import Ask, Averager
 from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
@@ -81,10 +81,7 @@ class LocalSGDTrainer(CopyingTrainer):
         return None
 
     def _alike(self) -> list[tuple[str, torch.Tensor]]:
-        averaged = {id(one) for one in self.averager.parameters}
-        if self.averager.strategy.average_buffers:
-            averaged |= {id(one) for one in floating(self.module.buffers())}
-        return [(name, one) for name, one in super()._alike() if id(one) in averaged]
+        return self.averager.held_alike()
 
     def _may_write_checkpoint(self) -> bool:
         return not self.averager.is_apart

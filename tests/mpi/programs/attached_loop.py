@@ -18,6 +18,7 @@ from mpitrain.strategies.base import ServerStrategy
 from mpitrain.values import parse
 from mpitrain.wrapping import loop
 from tests import toy
+from tests.mpi.cases import raises
 
 warnings.filterwarnings("error", module="torch.optim")  # which warns of schedulers that count no steps
 READER = toy.Memory(num_samples=128).reader(None, 0)
@@ -26,7 +27,9 @@ READER = toy.Memory(num_samples=128).reader(None, 0)
 def train(text):
     """The model, the rates of every step, and what a hook saw of the parameters after every step."""
     torch.manual_seed(3)
-    inner = model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
+    inner = model = called = torch.nn.Sequential(
+        torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)
+    )
     first, *rest = list(model.parameters())
     kept = optimizer = torch.optim.AdamW([{"params": rest}, {"params": [first], "lr": 0.003}], lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -34,7 +37,7 @@ def train(text):
     def step(number):
         batch = READER.batch(0, 4 * number, 4)
         optimizer.zero_grad()
-        loss = toy.square_loss(model, batch)
+        loss = toy.square_loss(called, batch)
         scaler.scale(loss).backward()
         scaler.step(optimizer if number % 2 else kept)  # whoever kept the user's own may step it
         scaler.update()
@@ -51,6 +54,7 @@ def train(text):
     if text:
         loop._wrapped = None
         model, optimizer = mt.wrap(model, optimizer, parse(text, "strategy"))
+        called = model.module  # as programs for torch's DDP write it
     after = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     optimizer.register_step_post_hook(
         lambda *_: seen.append([p.detach().clone() for p in inner.parameters()])
@@ -83,6 +87,11 @@ def refuse(text, model, optimizer):
         optimizer.load_state_dict(optimizer.state_dict())
     if text.startswith("allreduce"):
         return
+    if strategy.why_not_in_place():
+        with torch.no_grad():
+            next(model.parameters()).mul_(1)
+        for _ in range(2):
+            raises(UsageError, "the loop, its forward pass or its loss changes '0.weight'", optimizer.step)
     for call in calls:
         try:
             call()
