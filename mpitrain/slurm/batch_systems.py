@@ -35,7 +35,7 @@ _SYSTEMS = {
 _EXPORT = next(line for line in script_parts.START.splitlines(keepends=True) if "SLURM_EXPORT_ENV" in line)
 # A timer of the script's own, or LSF, sends the signal when it should come.
 _SENT_IN_TIME = (
-    ("    if put_off; then return; fi\n", ""),
+    ("    if put_off; then return 0; fi\n", ""),
     ("    trap on_signal USR1\n    trap 'now=1; on_signal' TERM\n", "    trap on_signal USR1 TERM\n"),
     (
         "    if ((signals)); then\n        if put_off; then signals=0; else nothing_runs; fi\n    fi\n",

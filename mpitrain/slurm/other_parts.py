@@ -94,7 +94,7 @@ on_each() { # HOSTS... -- COMMAND: one task of it on each, without MPI
     *) options=(-ppn 1 -f "$each") ;;
     esac
     "${extra[@]}" "${LAUNCH[@]}" -n "${#hosts[@]}" "${options[@]}" "$@" &
-    wait $! # bash hears a signal at once while it waits, and not before the end of what it runs
+    wait_for $! # bash hears a signal at once while it waits, and not before the end of what it runs
 }
 """
 

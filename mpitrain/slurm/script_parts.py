@@ -71,10 +71,10 @@ WORKERS=${WORKERS_PER_NODE:-$(gpus_asked)} # one a GPU
 SIGNALS = """\
 # Near the time limit, or before a preemption: ranks checkpoint at the next step, write REQUEUE and leave with 75.
 child=0 heard=0
-# shellcheck disable=SC2317 # called by the trap
+# shellcheck disable=SC2317 # called by the trap, where a bare return is the code of what was interrupted
 on_signal() {
     heard=$((heard + 1))
-    if put_off; then return; fi
+    if put_off; then return 0; fi
     signals=$((signals + 1))
     if ((child)); then # again and again, because a rank that is still importing does not listen yet
         (while kill -USR1 "$child" 2>/dev/null; do sleep 5; done) &
@@ -89,16 +89,21 @@ listen() {
         if put_off; then signals=0; else nothing_runs; fi
     fi
 }
-run() { # its exit code; a wait that a signal has interrupted is taken up again
-    local seen rc=0
+wait_for() { # PROCESS: its exit code, once it has ended; a signal, also one before it, has a wait return early
+    local seen rc
+    while kill -0 "$1" 2>/dev/null; do wait "$1" || true; done
+    while seen=$heard rc=0; do
+        wait "$1" || true
+        wait "$1" || rc=$?
+        if ((seen == heard)); then return "$rc"; fi
+    done
+}
+run() { # its exit code
+    local rc=0
     note ranks
     "$@" &
     child=$!
-    while seen=$heard; do
-        rc=0
-        wait "$child" || rc=$?
-        if ((seen == heard)); then break; fi
-    done
+    wait_for "$child" || rc=$?
     child=0
     return "$rc"
 }
@@ -112,7 +117,7 @@ on_each() { # HOSTS... -- COMMAND: one task of it on each, without MPI
     shift
     srun --mpi=none --nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 \\
         --nodelist="$(IFS=,; echo "${hosts[*]}")" --overlap "${extra[@]}" "$@" &
-    wait $! # bash hears a signal at once while it waits, and not before the end of what it runs
+    wait_for $! # bash hears a signal at once while it waits, and not before the end of what it runs
 }
 """
 
@@ -127,7 +132,7 @@ on_each() { # HOSTS... -- COMMAND: one task of it on each, without MPI, in the c
         if ((${#mine[@]})); then
             srun --mpi=none --het-group="$group" --nodes="${#mine[@]}" --ntasks="${#mine[@]}" --ntasks-per-node=1 \\
                 --nodelist="$(IFS=,; echo "${mine[*]}")" --overlap "${extra[@]}" "$@" &
-            wait $! # bash hears a signal at once while it waits, and not before the end of what it runs
+            wait_for $! # bash hears a signal at once while it waits, and not before the end of what it runs
         fi
     done
 }
@@ -151,7 +156,7 @@ check_nodes() { # HOSTS...: 0 if all are fit; else 4, with the others in $RUN_DI
         if [[ ! -e $reports/$host.json ]]; then again+=("$host"); fi
     done
     ask_each "${again[@]}"
-    if judge_nodes "$@"; then return; fi
+    if judge_nodes "$@"; then return 0; fi
     mapfile -t again <"$unfit"
     if ((${#again[@]} == 0)); then return 4; fi
     echo "measured again, before that ends anything: ${again[*]}"
@@ -168,7 +173,7 @@ ask_each() { # HOSTS...
         (ask_nodes "$host") &
         asked+=($!)
     done
-    if ((${#asked[@]})); then wait "${asked[@]}" || true; fi
+    for host in "${asked[@]}"; do wait_for "$host" || true; done
 }
 ask_nodes() { # HOSTS...
     local extra=(--no-kill --time=5)
@@ -205,7 +210,7 @@ stage_in() { # HOSTS...
 }
 unstage() {
     local pack extra=(--time=2)
-    if ((${KEEP_STAGED:-0} || ${#staged_on[@]} == 0)); then return; fi
+    if ((${KEEP_STAGED:-0} || ${#staged_on[@]} == 0)); then return 0; fi
     for pack in "${STAGE[@]}"; do
         if [[ -n $pack ]]; then
             on_each "${staged_on[@]}" -- "${MPITRAIN[@]}" data unstage "$pack" "$STAGE_TO" --user "job $SLURM_JOB_ID"
@@ -331,7 +336,7 @@ GUARD=(bash -c 'trap "" USR1
 guard() { # HOSTS...
     local others
     mapfile -t others < <(printf '%s\\n' "$@" | grep -vxF "$SLURMD_NODENAME" | head -n 2)
-    if ((${#others[@]} == 0)); then return; fi
+    if ((${#others[@]} == 0)); then return 0; fi
     export RUN_DIR
     srun --mpi=none --nodes="${#others[@]}" --ntasks="${#others[@]}" --ntasks-per-node=1 --no-kill \\
         --nodelist="$(IFS=,; echo "${others[*]}")" --overlap --kill-on-bad-exit=0 --wait=0 \\

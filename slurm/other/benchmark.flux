@@ -70,7 +70,7 @@ WORKERS=${WORKERS_PER_NODE:-4} # one a GPU
 
 # Near the time limit, or before a preemption: ranks checkpoint at the next step, write REQUEUE and leave with 75.
 child=0 heard=0
-# shellcheck disable=SC2317 # called by the trap
+# shellcheck disable=SC2317 # called by the trap, where a bare return is the code of what was interrupted
 on_signal() {
     heard=$((heard + 1))
     signals=$((signals + 1))
@@ -84,16 +84,21 @@ listen() {
     trap on_signal USR1 TERM
     if ((signals)); then nothing_runs; fi
 }
-run() { # its exit code; a wait that a signal has interrupted is taken up again
-    local seen rc=0
+wait_for() { # PROCESS: its exit code, once it has ended; a signal, also one before it, has a wait return early
+    local seen rc
+    while kill -0 "$1" 2>/dev/null; do wait "$1" || true; done
+    while seen=$heard rc=0; do
+        wait "$1" || true
+        wait "$1" || rc=$?
+        if ((seen == heard)); then return "$rc"; fi
+    done
+}
+run() { # its exit code
+    local rc=0
     note ranks
     "$@" &
     child=$!
-    while seen=$heard; do
-        rc=0
-        wait "$child" || rc=$?
-        if ((seen == heard)); then break; fi
-    done
+    wait_for "$child" || rc=$?
     child=0
     return "$rc"
 }
@@ -114,7 +119,7 @@ on_each() { # HOSTS... -- COMMAND: one task of it on each, without MPI
     *) options=(-ppn 1 -f "$each") ;;
     esac
     "${extra[@]}" "${LAUNCH[@]}" -n "${#hosts[@]}" "${options[@]}" "$@" &
-    wait $! # bash hears a signal at once while it waits, and not before the end of what it runs
+    wait_for $! # bash hears a signal at once while it waits, and not before the end of what it runs
 }
 
 # Every node looks at itself, without MPI, so that one bad node cannot hang the check of the others. One that is gone
@@ -131,7 +136,7 @@ check_nodes() { # HOSTS...: 0 if all are fit; else 4, with the others in $RUN_DI
         if [[ ! -e $reports/$host.json && ! -e $reports/${host%%.*}.json ]]; then again+=("$host"); fi
     done
     ask_each "${again[@]}"
-    if judge_nodes "$@"; then return; fi
+    if judge_nodes "$@"; then return 0; fi
     mapfile -t again <"$unfit"
     if ((${#again[@]} == 0)); then return 4; fi
     echo "measured again, before that ends anything: ${again[*]}"
@@ -148,7 +153,7 @@ ask_each() { # HOSTS...
         (ask_nodes "$host") &
         asked+=($!)
     done
-    if ((${#asked[@]})); then wait "${asked[@]}" || true; fi
+    for host in "${asked[@]}"; do wait_for "$host" || true; done
 }
 ask_nodes() { # HOSTS...
     local extra=(timeout 300)

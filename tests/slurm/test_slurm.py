@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -181,6 +183,54 @@ def test_a_signal_that_comes_too_early_for_a_short_limit_is_put_off(
     text = f"set -euo pipefail\nsignals=0 now=0\n{limit}{script_parts.SIGNALS}{CLOCK}{hear}\nwait\n"
     subprocess.run(["bash", "-c", text], env=env, capture_output=True)
     assert " ".join((tmp_path / "told").read_text().split("\n")).strip() == told
+
+
+WAITS = "until [[ $(cut -d ' ' -f 3 /proc/$$/stat) != R ]]; do :; done"  # the script does
+RANK = f"""
+trap 'exit 75' USR1
+{WAITS.replace("$$", "$PPID")}
+kill -USR1 $PPID
+read -r _ <fifo # it has been put off
+{WAITS.replace("$$", "$PPID")}
+kill -USR1 $PPID
+for _ in {{1..200}}; do sleep 0.05; done
+"""
+# A step that has the script signalled, and ends after that.
+STEP = f"""
+srun() {{
+    {WAITS}
+    kill -USR1 $$
+    read -r _ <fifo
+    {WAITS}
+    echo "the step ends"
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ('run bash -c "$RANK" >/dev/null || echo "ended with $?"', "ended with 75\n"),
+        ("on_each n1 -- doctor && echo 'and its code is 0'", "the step ends\nand its code is 0\n"),
+        ("ask_each n1; echo 'and then this'", "the step ends\nand then this\n"),
+    ],
+)
+def test_a_script_waits_on_after_a_signal_that_was_put_off(tmp_path: Path, what: str, told: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    put_off = "note() { :; }\nput_off() { ((heard == 1)) && echo >fifo; }\n"
+    parts = f"{script_parts.SIGNALS}{script_parts.EACH}{script_parts.CHECK_NODES}{STEP}"
+    text = f"set -euo pipefail\nsignals=0 now=0 RUN_DIR=. MPITRAIN=() DOCTOR=()\n{put_off}{parts}listen\n{what}\n"
+    env = {"RANK": RANK, "PATH": "/usr/bin:/bin"}
+    with open(tmp_path / "out", "w") as out:  # a pipe would stay open while the script's helpers sleep
+        subprocess.run(["bash", "-c", text], cwd=tmp_path, env=env, stdout=out, timeout=60)
+    assert (tmp_path / "out").read_text() == told
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_no_function_of_a_script_returns_what_stood_before_a_signal(kind: str) -> None:
+    """In a trap, and in what it calls, a bare `return` gives the code of what the signal has interrupted, and `set -e`
+    then ends the script."""
+    assert not re.findall(r"\breturn(?=\s*(?:;|$))", render(Script(kind)), re.MULTILINE)
 
 
 def test_a_limit_that_is_too_short_ends_the_script_before_anything_starts() -> None:
