@@ -8,13 +8,12 @@ quota of some cores with more threads is held up on healthy nodes, too. Standard
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from mpitrain.doctor.checks import Unfit, Wanted
+from mpitrain.system.control_groups import groups_around
 
-GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _GIVEN = ("SLURM_CPUS_ON_NODE", "NCPUS")  # Slurm's, PBS's
 
 
@@ -49,7 +48,7 @@ def given_cores(environ: Mapping[str, str] = os.environ) -> int:
 def quota_cores() -> float | None:
     """The least quota of all control groups around this process, in cores; None without one."""
     found = []
-    for folder in _groups():
+    for folder, _ in groups_around("cpu"):
         try:
             if (folder / "cpu.max").exists():
                 most, period = (folder / "cpu.max").read_text().split()
@@ -66,7 +65,7 @@ def quota_cores() -> float | None:
 def throttled_periods() -> Periods:
     """Of the control group around this process that was held up most."""
     found = [Periods(0, 0)]
-    for folder in _groups():
+    for folder, _ in groups_around("cpu"):
         try:
             lines = (folder / "cpu.stat").read_text().splitlines()
             facts = dict(line.split()[:2] for line in lines if len(line.split()) == 2)
@@ -80,18 +79,3 @@ def share_throttled(before: Periods, after: Periods) -> float:
     """Of the time slices in between, 0 where there were none."""
     slices = after.all - before.all
     return max(0.0, min(1.0, (after.throttled - before.throttled) / slices)) if slices > 0 else 0.0
-
-
-def _groups() -> Iterator[Path]:
-    """The folders of this process's control groups that deal with processor time, and of those around them."""
-    try:
-        lines = OWN.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, kinds, path = line.split(":", 2)
-        if kinds and "cpu" not in kinds.split(","):
-            continue
-        for root in (GROUPS / "cpu", GROUPS / "cpu,cpuacct") if kinds else (GROUPS,):
-            group = root / path.lstrip("/")
-            yield from (group, *(one for one in group.parents if one.is_relative_to(root)))

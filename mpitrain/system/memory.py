@@ -13,9 +13,14 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from mpitrain.system.control_groups import groups_around
+
 LARGE_BLOCK_BYTES = 2**20
 _M_MMAP_THRESHOLD = -3
-_GROUPS = Path("/sys/fs/cgroup")
+_NAMES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 
 
 def available_bytes(num_sharing: int) -> float:
@@ -40,27 +45,13 @@ def _kilobytes(path: str, name: str, otherwise: float) -> float:
 def left_in_groups() -> Iterator[float]:
     """What the control groups of this process, of either version, and those around them may still take: cached files
     that nobody has used for a while count as free, because they make room."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, kinds, path = line.split(":", 2)
-        if kinds and "memory" not in kinds.split(","):
+    for folder, version in groups_around("memory"):
+        limit, used, cached = _NAMES[version]
+        try:
+            free = float((folder / limit).read_text()) - float((folder / used).read_text())
+            yield max(0.0, free + _statistic(folder / "memory.stat", cached))
+        except (OSError, ValueError):  # none there, or no limit
             continue
-        root = _GROUPS / "memory" if kinds else _GROUPS
-        limit, used, cached = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            if kinds
-            else ("memory.max", "memory.current", "inactive_file")
-        )
-        group = root / path.lstrip("/")
-        for folder in (group, *(one for one in group.parents if one.is_relative_to(root))):
-            try:
-                free = float((folder / limit).read_text()) - float((folder / used).read_text())
-                yield max(0.0, free + _statistic(folder / "memory.stat", cached))
-            except (OSError, ValueError):  # none there, or no limit
-                continue
 
 
 def _statistic(path: Path, name: str) -> float:

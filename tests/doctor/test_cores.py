@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.doctor import cores
 from mpitrain.doctor.checks import Unfit, Wanted
 from mpitrain.doctor.cores import Periods, check_cores, quota_cores, share_throttled, throttled_periods
+from mpitrain.system import control_groups
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def groups(tmp_path, monkeypatch):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
-    monkeypatch.setattr(cores, "OWN", tmp_path / "own")
-    monkeypatch.setattr(cores, "GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "OWN", tmp_path / "own")
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
     for name in ("SLURM_CPUS_ON_NODE", "NCPUS"):
         monkeypatch.delenv(name, raising=False)
     return make
@@ -43,7 +43,7 @@ def test_a_node_that_its_group_leaves_a_part_of_a_core_is_unfit(groups):
 )
 def test_a_quota_of_less_than_half_of_what_was_given_is_unfit(groups, monkeypatch, most, given, fit):
     groups("4:cpu,cpuacct:/job\n1:name=systemd:/x\n0::/job\n")
-    folder = cores.GROUPS / "cpu,cpuacct" / "job"
+    folder = control_groups.GROUPS / "cpu,cpuacct" / "job"
     folder.mkdir(parents=True)
     (folder / "cpu.cfs_quota_us").write_text(f"{most}\n")
     (folder / "cpu.cfs_period_us").write_text("100000\n")
@@ -60,7 +60,7 @@ def test_without_a_quota_or_with_files_that_say_nothing_a_node_is_fit(groups):
     assert quota_cores() is None and "cores" in seen()
     groups("0::/job\n", job__cpu_dot_max="\n", job__cpu_dot_stat="nr_periods\n")
     assert quota_cores() is None and throttled_periods() == Periods(0, 0)
-    Path(cores.OWN).unlink()
+    Path(control_groups.OWN).unlink()
     assert quota_cores() is None and "cores" in seen()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mpitrain.doctor import limits
 from mpitrain.doctor.checks import Unfit, Wanted
-from mpitrain.system import memory
+from mpitrain.system import control_groups, memory
 
 # Columns of `lfs quota -q -u` on one line, and wrapped after a long name of a file system; of `quota -u -w -p`.
 LFS = "       /lustre 4200956*      0 4194304 6d23h59m   37461       0 1000000       -\n"
@@ -67,7 +67,8 @@ def test_cached_files_of_a_control_group_make_room(
     version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training data that has been read fills the group, and is given up for whoever needs memory."""
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "OWN", tmp_path / "own")
     folder = tmp_path / "memory" / "job" if version == 1 else tmp_path / "job"
     folder.mkdir(parents=True)
     limit, used = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
@@ -75,11 +76,7 @@ def test_cached_files_of_a_control_group_make_room(
     (folder / f"memory.{used}").write_text("990\n")
     name = "total_inactive_file" if version == 1 else "inactive_file"
     (folder / "memory.stat").write_text(f"anon 100\n{name} 700\nfile 800\n")
-    line = "5:memory:/job\n" if version == 1 else "0::/job\n"
-    real = Path.read_text
-    monkeypatch.setattr(
-        Path, "read_text", lambda path, *a: line if str(path) == "/proc/self/cgroup" else real(path, *a)
-    )
+    (tmp_path / "own").write_text("5:memory:/job\n" if version == 1 else "0::/job\n")
     assert list(memory.left_in_groups()) == [710]
 
 

@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
-from mpitrain.system import memory
+from mpitrain.system import control_groups, memory
 
 
 @pytest.fixture
 def groups(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "OWN", tmp_path / "own")
     return tmp_path
 
 
@@ -35,17 +36,13 @@ def test_limits_of_the_process_count_whole_and_the_machines_by_how_many_share_it
     ("", ".", "memory.max", "memory.current"),
     ("cpu,memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 ])  # fmt: skip
-def test_groups_of_both_versions_and_those_around_them(groups, monkeypatch, kinds, place, limit, used):
+def test_groups_of_both_versions_and_those_around_them(groups, kinds, place, limit, used):
     inner = groups / place / "job" / "task"
     inner.mkdir(parents=True)
     for folder, figures in ((inner, ("max", 50)), (inner.parent, (1000, 400))):
         (folder / limit).write_text(f"{figures[0]}\n")
         (folder / used).write_text(f"{figures[1]}\n")
-    read = memory.Path.read_text
-    monkeypatch.setattr(
-        memory.Path, "read_text",
-        lambda path: f"3:cpuset:/x\n4:{kinds}:/job/task\n" if str(path) == "/proc/self/cgroup" else read(path),
-    )  # fmt: skip
+    (groups / "own").write_text(f"3:cpuset:/x\n4:{kinds}:/job/task\n")
     assert list(memory.left_in_groups()) == [600]
 
 
