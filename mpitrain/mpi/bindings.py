@@ -33,6 +33,9 @@ os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 os.environ.setdefault("MPIR_CVAR_ALLREDUCE_POSIX_INTRA_ALGORITHM", "mpir")
 os.environ.setdefault("I_MPI_CBWR", "1")
 
+# UCX takes HUP for its debugger as soon as it is loaded, and one that came while MPI starts asked nobody to end.
+os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
+
 give_home()
 
 if asks_for_ulfm():  # what btl/tcp has by default, but for `put`
@@ -56,6 +59,6 @@ if (
 
 from mpi4py import MPI  # noqa: E402 - after rc is set
 
-end_requests.take_hup_back()  # UCX takes it for its debugger while MPI starts
+end_requests.take_hup_back()  # where somebody had loaded MPI before
 
 __all__ = ["MPI"]

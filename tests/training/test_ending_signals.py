@@ -83,3 +83,21 @@ def test_hup_that_was_ignored_at_the_start_asks_for_nothing():
     process.kill()
     assert process.stdout.read() == ""
     ended(process)
+
+
+HUP_WHILE_MPI_STARTS = """
+import os, signal
+from mpitrain.system import end_requests
+heard = []
+signal.signal(signal.SIGHUP, lambda *_: heard.append(1))
+take_back = end_requests.take_hup_back
+end_requests.take_hup_back = lambda: (os.kill(os.getpid(), signal.SIGHUP), take_back())
+import mpitrain.mpi.bindings
+print(len(heard))
+"""
+
+
+def test_hup_that_comes_while_mpi_starts_is_heard():
+    """UCX takes it for its debugger, unless it is told not to."""
+    words = [sys.executable, "-c", HUP_WHILE_MPI_STARTS]
+    assert subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=120).stdout == "1\n"
