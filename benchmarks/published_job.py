@@ -25,7 +25,7 @@ from rates import PARTS, Parts, Whole
 import mpitrain as mt
 from mpitrain.data.sources import load_source
 from mpitrain.data.write.pack import PackOptions, pack
-from mpitrain.simulation.servers import simulate
+from mpitrain.simulation.call import simulate
 from mpitrain.strategies import Async, LocalSGD
 from mpitrain.training.job_file import load_job
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, Link

@@ -48,7 +48,7 @@ from torch import nn
 import mpitrain as mt
 from mpitrain.data.sources import load_source
 from mpitrain.data.write.pack import PackOptions, pack
-from mpitrain.simulation.servers import simulate
+from mpitrain.simulation.call import simulate
 from mpitrain.values import parse
 
 PARTS, SPLIT, BATCH, MARKS, GOAL = 4, 4, 128, 4, 0.95

@@ -37,7 +37,7 @@ _home = {
     "predict": "mpitrain.training.predict",
     "ensemble": "mpitrain.training.ensembles.ensemble",
     "export": "mpitrain.training.export",
-    "simulate": "mpitrain.simulation.servers",
+    "simulate": "mpitrain.simulation.call",
     "train": "mpitrain.training",
     "exclusive_mpi": "mpitrain.mpi.runtime",
     "finish": "mpitrain.wrapping.loop",

@@ -256,7 +256,8 @@ def _add_output_options(out: Any) -> None:
     out.add_argument(
         "--quiet",
         action="store_true",
-        help="no progress lines; errors, why a run failed and the figure of merit stay",
+        help="no progress lines and no tables; errors, why a run failed and the figure of merit (a line for each run) "
+        "stay",
     )
 
 

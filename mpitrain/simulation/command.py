@@ -13,7 +13,7 @@ from pathlib import Path
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
 from mpitrain.simulation.comparison import Comparison
-from mpitrain.simulation.comparison_text import comparison_text
+from mpitrain.simulation.comparison_text import comparison_text, failures
 from mpitrain.simulation.servers import simulate_again, simulate_job
 from mpitrain.strategies.base import Strategy
 from mpitrain.system.atomic import check_output, write_whole
@@ -82,6 +82,8 @@ def simulate_command(request: Request) -> int:
     found = runs.run(strategies or [job.strategy], sorted(set(request.workers)))
     if not options.quiet:
         tell(comparison_text(found))
+    elif lines := failures(found):
+        tell("\n".join(lines))
     if request.json:
         write_whole(Path(request.json), json.dumps(found, indent=1, sort_keys=True) + "\n")
     if request.html:

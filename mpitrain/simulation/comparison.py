@@ -136,8 +136,6 @@ class Comparison:
         try:
             if self.timing_only:
                 found = self.timed(strategy, number, folder)
-                if not isinstance(strategy, AllReduce | Split):  # whose report has printed it
-                    say(fom_line(found))
             else:
                 found = self._trained(job, number, folder)
         except UsageError as error:
@@ -178,7 +176,7 @@ class Comparison:
         return replace(self.options, strategy=self.asked.get(str(job.strategy)))
 
     def timed(self, strategy: Strategy, number: int, folder: Path) -> dict[str, Any]:
-        """The result of a run without gradients; `folder`: for what it traces.
+        """The result of a run without gradients, whose figure of merit is printed; `folder`: for what it traces.
 
         Raises:
             UsageError: the strategy refuses the job, or so many workers.
@@ -198,7 +196,10 @@ class Comparison:
                     self.network,
                     self.costs,
                 )
-                return simulate_lockstep(run, gradients=False)
+                found = simulate_lockstep(run, gradients=False)  # its report prints the figure of merit
+            for key in ("model", "run_dir"):  # nothing was trained, and the directory is gone
+                found.pop(key, None)
+            return found | {"timing_only": True}
         validate_simulation(job, options)
         steps = read_steps(job.trace)
         if steps is not None:
@@ -213,7 +214,11 @@ class Comparison:
         )  # fmt: skip
         nodes = self.network.nodes(number + found["servers"]) or (0,)
         about = {**asked_for(job, options), **NO_MEASUREMENT}
-        return about | found | {"status": "ok", "failure": "", "exit_code": EXIT_OK, "nodes": len(set(nodes))}
+        found = (
+            about | found | {"status": "ok", "failure": "", "exit_code": EXIT_OK, "nodes": len(set(nodes))}
+        )
+        say(fom_line(found))
+        return found
 
     def _shares(self, job: Job) -> dict[str, float]:
         """What share of full numbers travels where a codec decides, measured once for each strategy."""

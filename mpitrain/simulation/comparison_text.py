@@ -33,10 +33,16 @@ def comparison_text(found: Mapping[str, Any]) -> str:
             lines += wrapped(
                 f"{row['strategy']}, {row['workers']} workers: {_restarts(number, row['restarts'])}"
             )
+    return "\n".join([*lines, *failures(found)])
+
+
+def failures(found: Mapping[str, Any]) -> list[str]:
+    """Lines that say which runs there were not, and which have failed, and why."""
+    lines: list[str] = []
     for row in found["rows"]:
         if why := row.get("refused") or row.get("failure"):
             lines += wrapped(f"{row['strategy']}, {row['workers']} workers: {why}")
-    return "\n".join(lines)
+    return lines
 
 
 def _throughput(rows: list[Mapping[str, Any]]) -> Iterator[str]:

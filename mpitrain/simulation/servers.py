@@ -36,14 +36,13 @@ from mpitrain.simulation.local_sgd import simulate_local_sgd
 from mpitrain.simulation.lockstep import simulate_lockstep
 from mpitrain.simulation.peers import simulate_peers
 from mpitrain.strategies.allreduce import AllReduce
-from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign_workers
 from mpitrain.system import background
-from mpitrain.system.interrupts import interruptible
 from mpitrain.training.averaged_model import join
 from mpitrain.training.job_file import load_job
 from mpitrain.training.judge import NOBODY_LEFT
@@ -55,33 +54,6 @@ from mpitrain.training.served_tables import save_tables
 from mpitrain.training.validate import validate_simulation
 from mpitrain.training.validation import Measure
 from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw, VirtualWorld
-
-
-@interruptible()
-def simulate(
-    job: Job,
-    strategy: Strategy | None = None,
-    workers: int = 4,
-    compute: ComputeLaw = Constant(),  # noqa: B008 - frozen
-    network: NetworkLaw = Ideal(),  # noqa: B008 - frozen
-    replay: str | None = None,
-    costs: Costs = Costs(),  # noqa: B008 - frozen
-    **overrides: Any,
-) -> dict[str, Any]:
-    """Train `job` with `workers` virtual workers (servers come on top) and return what `result.json` holds.
-
-    With `replay`, the directory of a real run of this job over parameter servers, its updates are repeated in
-    their recorded order, and `replay_identical` says whether the parameters came out the same to the bit.
-
-    Raises:
-        UsageError: a strategy that has no roles to run in virtual time, or a wrong option.
-    """
-    if strategy is not None:
-        overrides["strategy"] = str(strategy)
-    options = Overrides(**overrides)
-    if replay is not None:
-        return simulate_again(Path(replay), options, job)
-    return simulate_job(apply_overrides(job, options), options, workers, compute, network, costs)
 
 
 @background.failures_raised()

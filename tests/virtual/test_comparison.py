@@ -56,6 +56,42 @@ def test_rows_without_gradients_take_as_long_and_send_as_much(tmp_path, costs):
         {key: row[key] for key in keys if key in row} for row in trained
     ]
     assert not any("loss_curve" in row for row in timed)
+    for row in timed[3:6]:
+        run_dir = tmp_path / "none"
+        alone = mt.simulate(
+            job,
+            parse(row["strategy"], "strategy"),
+            2,
+            costs=costs,
+            timing_only=True,
+            run_dir=str(run_dir),
+            **LAWS,
+        )
+        assert [alone[key] for key in ("virtual_s", "samples")] == [
+            row[key] for key in ("virtual_s", "samples")
+        ]
+        assert alone["timing_only"] and not alone.get("model") and "loss_curve" not in alone
+        assert not run_dir.exists()
+
+
+def test_a_replay_has_gradients():
+    with pytest.raises(UsageError, match="leave out timing_only"):
+        mt.simulate(toy.make_job(), replay="runs", timing_only=True)
+
+
+def test_quiet_runs_say_what_was_refused_and_a_line_each(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = tmp_path / "job.py"
+    job.write_text("from tests import toy\njob = toy.make_job()\n", encoding="utf-8")
+    words = ["--strategy", "async()", "--strategy", "backup(spare=3)", "--workers", "1,2", "--timing-only"]
+    assert cli.main(["simulate", str(job), *words, "--quiet"]) == 0
+    printed = capsys.readouterr()
+    assert [line.split()[0] for line in printed.out.splitlines()] == ["FOM", "FOM"]
+    told = [line for line in printed.err.splitlines() if not line.startswith(" ")]
+    assert [line.partition(":")[0] for line in told] == [
+        "backup(spare=3), 1 workers",
+        "backup(spare=3), 2 workers",
+    ]
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path):
