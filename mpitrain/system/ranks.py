@@ -212,6 +212,9 @@ class Ranks:
         """For as long as this rank makes its model: nobody else draws random numbers in this process."""
         return nullcontext()
 
+    def built(self, module: Any) -> None:
+        """This rank has made its model."""
+
     def fail(self, how: str, after_s: float = 0.0) -> None:
         """Fail as `--inject` orders, now or `after_s` from now."""
         raise NotImplementedError

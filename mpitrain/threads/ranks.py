@@ -157,6 +157,9 @@ class ThreadRanks(Ranks):
     def building(self) -> AbstractContextManager[Any]:
         return LOCK
 
+    def built(self, module: Any) -> None:
+        self.draws.watch(module)
+
     def fail(self, how: str, after_s: float = 0.0) -> None:
         if how == "raise":
             raise InjectedError("ordered by --inject")

@@ -60,6 +60,7 @@ def build_on_ranks(
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         with runtime.building():
             module, optimizer = build(job, lr, device)
+        runtime.built(module)
         strategy = session.strategy
         if strategy.num_servers() or runtime.size > 1:
             refuse_renormed(module, strategy.why_not_in_place())

@@ -212,7 +212,9 @@ def test_a_checkpoint_whose_state_is_of_another_kind_is_refused_by_name(text, tm
 def test_a_fault_that_a_run_meets_again_when_it_goes_on_is_told(tmp_path, capfd):
     fault = "--inject raise(worker=1,at_step=5) counts from this start on"
     options = {"threads": 2, "run_dir": str(tmp_path / "run"), "inject": "raise(worker=1, at_step=5)"}
-    mt.train(toy.make_job(batch_size=12, epochs=1), mt.Async(), **options)  # four batches: it ends before the fault
+    mt.train(
+        toy.make_job(batch_size=12, epochs=1), mt.Async(), **options
+    )  # four batches: it ends before the fault
     assert fault not in capfd.readouterr().err
     with pytest.raises(InjectedError):
         mt.train(toy.make_job(batch_size=12, epochs=9), mt.Async(), resume="auto", **options)
