@@ -25,6 +25,7 @@ from mpitrain.mpi.process_group.point_to_point import PointToPoint
 from mpitrain.mpi.process_group.reductions import Reductions
 from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.mpi.runtime import Runtime, start, start_part, started
+from mpitrain.system.interrupts import whole
 from mpitrain.torch_backend import BACKEND
 
 
@@ -38,8 +39,9 @@ def default_group(runtime: Runtime) -> Iterator[None]:
     """`init_default_group` for the length of a `with`; after it, and after an error that all ranks have agreed on, the
     caller owns MPI again and may make another, as after any error where there is one rank. Any other error ends the
     job."""
-    init_default_group(runtime)
     try:
+        with whole():
+            init_default_group(runtime)
         yield
     except BaseException as error:
         if isinstance(error, AgreedError) or runtime.is_alone:
@@ -49,9 +51,11 @@ def default_group(runtime: Runtime) -> Iterator[None]:
 
 
 def leave_default_group(runtime: Runtime) -> None:
-    """The caller owns MPI again."""
-    dist.destroy_process_group()
-    runtime.engine.stop()
+    """The caller owns MPI again, also where the group was not made."""
+    with whole():
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        runtime.engine.stop()
 
 
 def rendezvous() -> dict[str, Any]:

@@ -5,6 +5,9 @@ import sys
 import threading
 from pathlib import Path
 
+import torch
+from torch.distributed import distributed_c10d
+
 import mpitrain as mt
 from mpitrain.errors import AgreedError
 from mpitrain.values import parse
@@ -41,6 +44,24 @@ for number, text in enumerate(texts):
             raise AssertionError("nothing was raised")
     result = mt.train(job, strategy, run_dir=str(root / f"{number}"), quiet=True)
     assert result["status"] == "ok" and result["samples"] == 96, result
+# a stop button while the group of all ranks is made, and while it is destroyed
+for name in ("_update_default_pg", "_unregister_all_process_groups"):
+    made = getattr(distributed_c10d, name)
+
+    def pressed(*arguments, made=made, name=name):
+        setattr(distributed_c10d, name, made)
+        made(*arguments)
+        signal.raise_signal(signal.SIGINT)
+
+    setattr(distributed_c10d, name, pressed)
+    for error in (KeyboardInterrupt, None):
+        try:
+            mt.train(toy.make_job(), mt.AllReduce(), run_dir=str(root / name), quiet=True)
+        except KeyboardInterrupt:
+            assert error is KeyboardInterrupt, f"stopped again after {name}"
+        else:
+            assert error is None, f"not stopped in {name}"
+        assert not torch.distributed.is_initialized()
 try:
     mt.train(toy.make_job(), mt.Async(), run_dir=str(root / "alone"))
 except AgreedError as error:
