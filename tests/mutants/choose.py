@@ -31,6 +31,7 @@ ALSO = {
     "mpitrain/roles/failure_detector/silence.py": ["tests/virtual/test_silence.py"],
     "mpitrain/roles/server/worker_state.py": ["tests/virtual/test_worker_state.py"],
     "mpitrain/roles/worker.py": ["tests/virtual/test_worker_side.py"],
+    "mpitrain/strategies/ticks.py": ["tests/strategies/test_ticks.py", "tests/virtual/test_schedulers.py"],
     "mpitrain/model/push_codec.py": ["tests/virtual/test_push_codecs.py"],
     "mpitrain/model/reshard.py": ["tests/virtual/test_resharding.py"],
     "mpitrain/model/step_hooks.py": ["tests/virtual/test_step_hooks.py"],
