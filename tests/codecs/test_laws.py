@@ -156,6 +156,24 @@ def test_the_threshold_is_the_order_statistic_of_the_sample_that_stands_for_the_
     assert round(encoder.statistics()["density"] * n) == rank * stride
 
 
+@pytest.mark.parametrize(
+    "density, seed, num_sent",
+    [
+        (0.001, 0, 100),  # the sample's largest, and those above it that are in no sample
+        (0.001, 7, 93),  # the sample begins at the seventh
+        (0.0008, 0, 100),  # 82 are wanted, and up to 1.3 times as many are near enough
+        (0.0003, 0, 31),  # those would be far too many: the largest of them, to the number
+        (0.00001, 0, 1),
+        (0.0000001, 0, 1),  # never none
+    ],
+)
+def test_where_few_are_wanted_the_largest_of_the_sample_is_the_threshold(density, seed, num_sent):
+    n = 102_400
+    encoder = TopKEncoder(density=density, dense_below=0, seed=seed)
+    encoder.encode(whole(torch.arange(1.0, n + 1)))
+    assert round(encoder.statistics()["density"] * n) == num_sent
+
+
 @pytest.mark.parametrize("n", [5_000, 300_000])
 def test_the_sampled_threshold_sends_about_k(n):
     for step in range(5):

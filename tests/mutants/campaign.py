@@ -172,7 +172,7 @@ class Campaign:
             return
         base_s = self.known.get(path, {"cpu_s": MOST_TESTS_S})["cpu_s"]
         while True:
-            row = self._run(path, fault, self.tests[path], max(60.0, 4 * base_s))
+            row = self._run(path, fault, self.tests[path], max(20.0, 4 * base_s))
             if row["outcome"] == TIMED_OUT:
                 self.look_at(path)
                 if self.known[path]["outcome"] != SURVIVED or 4 * self.known[path]["cpu_s"] > row["cpu_s"]:
@@ -265,6 +265,7 @@ def main() -> int:
         sample = drawn(list(all_mutants(copies[0].folder)))
         campaign = Campaign(copies)
         todo = [one for one in sample if options.only in one.path and not options.show]
+        todo.sort(key=lambda one: one.key in campaign.known)  # what is new comes first
 
         def in_time(work: Callable[[Any], None]) -> Callable[[Any], None]:
             return lambda one: work(one) if time.monotonic() < until_s else None
