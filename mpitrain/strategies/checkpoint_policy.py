@@ -60,7 +60,6 @@ class Cadence:
         self.checkpoint_at = policy.next_checkpoint_at(samples)
         self.ask_at = 0  # the step after which the ranks ask one another next
         self._asked_at: int | None = None
-        self._asked_s = 0.0
 
     def go_on_from(self, samples: int) -> None:
         """A checkpoint was written at `samples`, or the run goes on from there."""

@@ -228,22 +228,21 @@ def test_a_hint_at_what_no_batch_can_be_is_nothing(tmp_path, run):
 
 
 class Gate:
-    """A store whose chunks come once somebody has asked whether they are here."""
+    """A store whose chunks come once somebody waits for them."""
 
     num_slots, sample_bytes = 8, 1
 
     def __init__(self):
-        self.loaded, self.asked = [], threading.Event()
+        self.loaded, self.awaited = [], threading.Event()
 
     def holds(self, chunks):
-        self.asked.set()
         return set(chunks.tolist()) <= set(self.loaded)
 
     def announce(self, chunks):
         pass
 
     def load(self, chunk):
-        assert self.asked.wait(30)
+        assert self.awaited.wait(30)
         self.loaded.append(chunk)
 
 
@@ -252,6 +251,11 @@ def test_who_waits_for_chunks_goes_on_when_all_of_them_are_here_and_they_come_fi
     for wanted in ([5], [6, 2, 6], [0, 7]):
         store = Gate()
         ahead = ReadAhead(store)
+        wait_for = ahead._arrival.wait_for
+        ahead._arrival.wait_for = lambda over, wait_for=wait_for, store=store: (
+            store.awaited.set(),
+            wait_for(over),
+        )
         ahead.follow(range(8))
         ahead.wait_for(np.array(wanted))
         assert set(wanted) <= set(store.loaded)

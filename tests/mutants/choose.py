@@ -26,17 +26,20 @@ LIMIT_S = 25.0  # of CPU time under coverage, which is a multiple of that withou
 ENOUGH = 12
 # Whole files and laws, before what is chosen.
 ALSO = {
-    "mpitrain/roles/peer.py": ["tests/virtual/test_peers.py"],
+    "mpitrain/roles/peer.py": ["tests/virtual/test_role_laws.py", "tests/virtual/test_peers.py"],
     "mpitrain/roles/out_of_turn.py": ["tests/virtual/test_out_of_turn.py"],
     "mpitrain/roles/failure_detector/silence.py": ["tests/virtual/test_silence.py"],
     "mpitrain/roles/server/worker_state.py": ["tests/virtual/test_worker_state.py"],
     "mpitrain/roles/worker.py": ["tests/virtual/test_worker_side.py"],
     "mpitrain/strategies/ticks.py": ["tests/strategies/test_ticks.py", "tests/virtual/test_schedulers.py"],
-    "mpitrain/model/push_codec.py": ["tests/virtual/test_push_codecs.py"],
+    "mpitrain/model/push_codec.py": ["tests/model/test_model_laws.py", "tests/virtual/test_push_codecs.py"],
     "mpitrain/model/reshard.py": ["tests/virtual/test_resharding.py"],
     "mpitrain/model/step_hooks.py": ["tests/virtual/test_step_hooks.py"],
     "mpitrain/model/tabled_shard.py": ["tests/virtual/test_served_tables.py"],
-    "mpitrain/model/torch_scheduler.py": ["tests/virtual/test_schedulers.py"],
+    "mpitrain/model/torch_scheduler.py": [
+        "tests/model/test_model_laws.py",
+        "tests/virtual/test_schedulers.py",
+    ],
     "mpitrain/model/several_optimizers.py": ["tests/mpi/test_several_optimizers.py"],
     "mpitrain/model/sync_batchnorm.py": [
         "tests/mpi/test_features.py::test_batch_statistics_of_all_ranks_are_those_of_one_process_with_the_whole_batch",
@@ -55,6 +58,16 @@ ALSO = {
     "mpitrain/roles/failure_detector/server_side.py": ["tests/virtual/test_detector_laws.py"],
     "mpitrain/roles/failure_detector/worker_side.py": ["tests/virtual/test_detector_laws.py"],
     "mpitrain/codecs/topk.py": ["tests/codecs/test_laws.py"],
+    "mpitrain/model/compiling.py": ["tests/model/test_model_laws.py"],
+    "mpitrain/model/flat.py": ["tests/model/test_model_laws.py"],
+    "mpitrain/model/optimizer.py": ["tests/model/test_model_laws.py"],
+    "mpitrain/model/user_code.py": ["tests/model/test_model_laws.py"],
+    "mpitrain/roles/replay.py": ["tests/virtual/test_role_laws.py"],
+    "mpitrain/strategies/validation_policy.py": ["tests/strategies/test_policy_laws.py"],
+    "mpitrain/strategies/checkpoint_policy.py": ["tests/strategies/test_policy_laws.py"],
+    "mpitrain/strategies/parameter_server/softsync.py": ["tests/strategies/test_policy_laws.py"],
+    "mpitrain/strategies/parameter_server/staleness.py": ["tests/strategies/test_policy_laws.py"],
+    "mpitrain/strategies/sampling/epoch_steps.py": ["tests/strategies/test_policy_laws.py"],
 }
 _STARTS = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec")
 

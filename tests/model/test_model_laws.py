@@ -1,0 +1,146 @@
+"""Small laws of models and optimizers: what is measured, scaled, found and given back, each on numbers by hand."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mpitrain as mt
+from mpitrain.codecs import Part
+from mpitrain.errors import UsageError
+from mpitrain.model import compiling, flat_model
+from mpitrain.model.buffers import VariableBuffer
+from mpitrain.model.codec_registry import make_encoder
+from mpitrain.model.flat import all_finite
+from mpitrain.model.optimizer import Rates, attached_schedulers, coupled_decays, scaled, state_bytes
+from mpitrain.model.push_codec import PushDecoder, fields_of
+from mpitrain.model.torch_scheduler import TorchSchedule
+from mpitrain.model.user_code import _check_metrics, unused_parameters
+from mpitrain.strategies.ticks import Law, Ticks
+from mpitrain.training.measure import build
+from tests import toy
+
+
+@pytest.mark.parametrize("how, backend", [(True, "inductor"), ("eager", "eager"), (False, None), ("", None)])
+def test_a_model_is_compiled_by_the_backend_that_is_named(monkeypatch, how, backend):
+    named = []
+    monkeypatch.setattr(torch, "compile", lambda call, backend: named.append(backend) or call)
+    module = nn.Linear(2, 1)
+    compiling.compile_in_place(module, how)
+    assert named == ([] if backend is None else [backend])
+    assert module(torch.ones(3, 2)).shape == (3, 1)
+
+
+def test_a_message_that_was_added_up_is_given_back_and_counted():
+    strategy = mt.Async(push_wire=mt.TopK(density=1.0, dense_below=0))
+    module, optimizer = build(toy.make_job(), None, torch.device("cpu"))
+    layout = flat_model(module, optimizer, strategy).layout
+    decoder, encoder = PushDecoder(layout, 0), make_encoder(mt.TopK(density=1.0, dense_below=0))
+    numbers = torch.arange(1.0, layout.size(0) + 1)
+    total = torch.zeros_like(numbers)
+    for number in (1, 2):
+        payload = VariableBuffer(encoder.encode([Part(numbers.clone(), fields_of(layout, 0))]))
+        decoder.add(payload, total)
+        assert payload.wire_buffer.users == 0 and torch.equal(total, number * numbers)
+        assert decoder.num_messages == number
+    assert decoder.statistics()["decode_ms"] == pytest.approx(1e3 * decoder.codec_s / 2)
+
+
+# ---- gradients and optimizers
+
+
+def test_what_is_finite_is_so_however_many_tensors_and_however_large():
+    big, bad = (
+        torch.full((3,), 1e30),
+        [torch.tensor([0.0, value]) for value in (math.nan, math.inf, -math.inf)],
+    )
+    assert (
+        all_finite([]) and all_finite([torch.zeros(0)]) and all_finite([torch.ones(2), big])
+    )  # its square is not
+    for one in bad:
+        assert not all_finite([one]) and not all_finite([torch.ones(2), one, big])
+
+
+def test_the_state_of_an_optimizer_is_measured_without_a_trace():
+    module = nn.Linear(3, 2)
+    before = [one.detach().clone() for one in module.parameters()]
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0, momentum=0.9, weight_decay=0.5)
+    assert state_bytes(list(module.parameters()), optimizer) == 4 * (6 + 2)
+    closed = torch.optim.LBFGS(module.parameters())
+    assert state_bytes(list(module.parameters()), closed) is None
+    assert all(one.grad is None for one in module.parameters())
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+def test_schedulers_are_found_where_one_group_has_been_added_since_and_none_of_another_optimizer():
+    optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(3)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1) for one in optimizers[:2]]
+    assert [attached_schedulers(one) for one in optimizers] == [[schedulers[0]], [schedulers[1]], []]
+    optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    assert attached_schedulers(optimizers[0]) == [schedulers[0]]
+
+
+@pytest.mark.parametrize(
+    "kind, coupled", [(torch.optim.SGD, True), (torch.optim.Adam, True), (torch.optim.AdamW, False)]
+)
+def test_a_weight_scales_rates_and_the_decay_that_is_in_the_gradient_for_a_while(kind, coupled):
+    optimizer = kind([nn.Parameter(torch.zeros(1))], lr=0.5, weight_decay=0.25)
+    (group,) = optimizer.param_groups
+    assert coupled_decays(optimizer) == [0.25 if coupled else 0.0]
+    for rate, decay in ((1.0, 1.0), (2.0, 1.0), (1.0, 4.0), (2.0, 4.0)):
+        with scaled(optimizer, rate, decay):
+            assert (group["lr"], group["weight_decay"]) == (0.5 * rate, 0.25 * (decay if coupled else 1.0))
+        assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+    turned = kind([nn.Parameter(torch.zeros(1))], lr=0.5, weight_decay=0.25, maximize=True)
+    assert coupled_decays(turned) == [-0.25 if coupled else 0.0]
+
+
+# ---- what a job's functions return
+
+
+@pytest.mark.parametrize("value", ["0.5", None, [0.5], {"a": 1}, torch.zeros(2), torch.zeros(0)])
+def test_a_metric_is_one_number(value):
+    _check_metrics(
+        {"a": 1, "b": 0.5, "c": torch.tensor(2.0), "d": torch.tensor([3]), "e": np.float32(1), "f": True}
+    )
+    with pytest.raises(UsageError, match="metric 'bad' must be one number"):
+        _check_metrics({"good": 1.0, "bad": value})
+    with pytest.raises(UsageError, match="must return a dict"):
+        _check_metrics([1.0])
+
+
+def test_parameters_that_a_loss_does_not_reach_are_named_unless_its_graph_hides_them():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+    module[2].bias.requires_grad_(False)
+    x = torch.ones(3, 2, requires_grad=True)
+    used = module[2](module[0](x) + module[0](x)).sum()  # twice by one path
+    assert unused_parameters(module, used) == ["1.weight", "1.bias"]
+    hidden = module[2](checkpoint(module[0], x, use_reentrant=True)).sum()
+    assert unused_parameters(module, hidden) == []
+    assert unused_parameters(module, torch.zeros(())) == [
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+        "2.weight",
+    ]
+
+
+def test_stepping_a_torch_scheduler_alone_says_nothing_and_a_factor_goes_by_epochs():
+    module = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for ask in ("options", "factor"):
+            schedule = TorchSchedule(
+                lambda one: torch.optim.lr_scheduler.StepLR(one, 1, 0.5),
+                Rates(optimizer),
+                Ticks(16, Law(4, 2)),
+            )
+            for samples, rate in ((0, 1.0), (7, 1.0), (8, 0.5), (16, 0.25), (8, 0.5)):
+                found = schedule.options_at(samples) if ask == "options" else schedule.factor(samples / 16, 2)
+                assert [group["lr"] for group in found] == [rate]
