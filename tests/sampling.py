@@ -27,8 +27,13 @@ def cells(of: Iterable[T], row: Callable[[T], Hashable]) -> list[T]:
 
 
 def sampled(names: Iterable[Any], sample: Collection[Any]) -> list[Any]:
-    """Values of a parameter of a test: all of them, those outside the sample marked `extended`."""
-    return [name if name in sample else pytest.param(name, marks=pytest.mark.extended) for name in names]
+    """Values of a parameter of a test, or rows (tuples) of several: all, those outside the sample marked `extended`."""
+    return [name if name in sample else _extended(name) for name in names]
+
+
+def _extended(name: Any) -> Any:
+    values = name if isinstance(name, tuple) else (name,)
+    return pytest.param(*values, marks=pytest.mark.extended)
 
 
 def asked_for(request: pytest.FixtureRequest, parameter: str) -> set[Any]:

@@ -166,6 +166,7 @@ def test_losses_over_the_shortest_period_are_the_larger_of_10_and_20(monkeypatch
     assert job.over_shortest([{1: 1.0, 10: 1.3, 20: 1.2, 100: 1.25}])[1] is False
 
 
+@pytest.mark.extended
 def test_a_quick_run_prints_every_curve_and_writes_its_row(curves, tmp_path):
     env = {**os.environ, "MPITRAIN_BENCHMARK_RESULTS": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(PROGRAM), "--quick"]

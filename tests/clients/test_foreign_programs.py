@@ -27,7 +27,7 @@ def over_gloo():
     return run_program("torch_clients", "gloo", "openmpi")
 
 
-@pytest.fixture(scope="module", params=["openmpi", "mpich"])
+@pytest.fixture(scope="module", params=["openmpi", pytest.param("mpich", marks=pytest.mark.extended)])
 def curves(request, over_gloo):
     """(ours, gloo's) of all programs of torch."""
     return [run_program("torch_clients", "mpi4py", request.param), over_gloo]

@@ -98,6 +98,7 @@ def test_a_node_behind_a_slow_link_is_named(hosts: list[str], tmp_path: Path) ->
     )  # 64 KiB over TCP, with a header
 
 
+@pytest.mark.extended
 def test_a_plan_in_a_launch_measures_the_link_and_is_printed_once(hosts: list[str], tmp_path: Path) -> None:
     job = Path(__file__).resolve().parents[2] / "jobs" / "digits.py"
     command = [

@@ -129,6 +129,7 @@ def run_alone(pool, folder, text):
     return subprocess.run(pool.client(str(folder), ["-c", text]), capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.extended
 def test_a_pool_that_has_ended_is_started_again(pool, tmp_path):
     first = run_alone(pool, tmp_path / "ranks", "import os; print(os.getppid())")
     os.kill(int(first.stdout), signal.SIGKILL)
@@ -171,6 +172,7 @@ def test_signals_reach_the_rank_and_its_end_is_the_clients(pool, tmp_path):
         client.stdout.close()
 
 
+@pytest.mark.extended
 def test_an_idle_pool_uses_no_processor_and_ends_with_who_started_it(tmp_path):
     keeper = (
         "import os, time\nfrom pathlib import Path\nfrom tests.rank_pool.pool import Pool\n"

@@ -9,6 +9,7 @@ from mpitrain.cli.main import main
 from mpitrain.training.job_file import load_job
 from mpitrain.values import parse
 from tests.ranks import ROOT
+from tests.sampling import sampled
 
 JOB = str(ROOT / "jobs" / "ranking.py")
 LINE = "\t".join(["1", "-2", "", *["7"] * 11, "68fd1e64", "", *["0b153874"] * 24])
@@ -87,8 +88,13 @@ def test_criteo_s_columns_are_read_and_a_line_that_is_none_is_named(folder, monk
         main(["data", "pack", f"{JOB}:criteo", "data/other"])
 
 
-@pytest.mark.parametrize("served", ["0", "1"])
-@pytest.mark.parametrize("text", ["sync(servers=2)", "async(servers=2)"])
+@pytest.mark.parametrize(
+    ("text", "served"),
+    sampled(
+        [(text, served) for text in ("sync(servers=2)", "async(servers=2)") for served in "01"],
+        [("sync(servers=2)", "0"), ("async(servers=2)", "1")],
+    ),
+)
 def test_tables_on_servers_learn_what_one_process_learns(clicks, one, monkeypatch, text, served):
     monkeypatch.setenv("RANKING_SERVED", served)
     job, run_dir = load_job(JOB), f"{text} {served}"

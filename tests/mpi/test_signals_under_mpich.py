@@ -38,6 +38,7 @@ def folders_left(run: Started) -> list[Path]:
     return left
 
 
+@pytest.mark.extended
 def test_a_second_term_to_a_rank_ends_all_with_143_and_nothing_starts_again(tmp_path: Path) -> None:
     """Hydra returns the signal's number, mixed with that of the signal that it kills the others with."""
     run = started(tmp_path / "a", "training", deaf=True)

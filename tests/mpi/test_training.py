@@ -93,7 +93,7 @@ def assert_serial(path):
         assert_equal(load_file(path / f"serial-{name}" / "model.safetensors"), toy.serial(job))
 
 
-@pytest.mark.parametrize("servers", sampled([1, 2, 3], {1, 3}))
+@pytest.mark.parametrize("servers", sampled([1, 2, 3], {3}))
 def test_async_with_one_worker_is_serial_training_bit_for_bit(launched, servers):
     assert_serial(launched(servers + 1)[0])
 

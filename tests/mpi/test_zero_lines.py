@@ -9,6 +9,7 @@ import pytest
 from mpitrain import torch_backend
 from tests.mpi.cases import PROGRAMS
 from tests.ranks import run_ranks
+from tests.sampling import sampled
 
 KNOWN = """
 import sys
@@ -29,12 +30,16 @@ def python(text, **env):
 
 @pytest.mark.parametrize(
     "imports",
-    ["import torch", "import torch.distributed", "import mpitrain, torch", "import torch, mpitrain"],
+    sampled(
+        ["import torch", "import torch.distributed", "import mpitrain, torch", "import torch, mpitrain"],
+        ["import torch.distributed", "import mpitrain, torch"],
+    ),
 )
 def test_torch_knows_the_backend_and_loads_one_small_file(imports):
     assert python(imports + KNOWN) == LOADED
 
 
+@pytest.mark.extended
 def test_without_autoload_our_own_import_is_enough():
     assert python("import torch" + KNOWN, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False"
     assert python("import mpitrain, torch" + KNOWN, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == LOADED

@@ -22,6 +22,7 @@ def launch(site: Site, run: str, *words: str, **env: str) -> str:
     return site.run("salloc", "--nodes=1", "--ntasks=4", *command, "--run-dir", run, mpi="mpich", **env)
 
 
+@pytest.mark.extended
 def test_workers_that_die_are_missed_and_the_run_ends_with_all_samples(site: Site) -> None:
     """One fails and says so, the validator, so somebody inherits; one is killed and missed by its silence."""
     faults = ("--inject", "raise(worker=0, at_step=3)", "--inject", "kill(worker=1, at_step=5)")

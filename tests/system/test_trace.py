@@ -175,12 +175,6 @@ def _noting(made, init):
     return note
 
 
-def test_where_nothing_is_recorded_a_span_costs_less_than_a_microsecond():
-    def per_call(count=20_000):
-        began_s = time.perf_counter()
-        for _ in range(count):
-            with trace.span("forward", trace.COMPUTE):
-                pass
-        return (time.perf_counter() - began_s) / count
-
-    assert min(per_call() for _ in range(5)) < 1e-6
+def test_where_nothing_is_recorded_all_spans_are_one_that_holds_nothing():
+    one, other = trace.span("forward", trace.COMPUTE), trace.span("backward", trace.COMPUTE, step=1)
+    assert one is other and type(one).__slots__ == ()
