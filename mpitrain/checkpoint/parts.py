@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain import __version__
-from mpitrain.checkpoint.part_places import found_at, place_of
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.system.atomic import all_durably_replaced
 from mpitrain.system.folders import make_private
+from mpitrain.system.part_places import found_at, place_of
 from mpitrain.system.run_directory import (
     CHECKPOINTS,
     FIRST_PART,
@@ -42,6 +42,7 @@ from mpitrain.system.run_directory import (
     open_regular,
     position_of,
     read_bounded,
+    samples_of,
 )
 
 __all__ = [
@@ -109,15 +110,8 @@ class Checkpoint(NamedTuple):
         return read_part(self.folder, name, self.identity) if name in self.parts else None
 
     def num_samples(self) -> int:
-        """Accepted samples: what the dealing server had counted; ranks that take the same steps write at the samples
-        in the name.
-
-        Raises:
-            CheckpointError: as `read_numbers`.
-        """
-        role = read_numbers(self.folder, FIRST_PART, "role", self.identity)
-        counted = role.get("ledger") if isinstance(role, dict) else None
-        return int(counted["samples_accepted"]) if counted else self.checkpoint_at
+        """Accepted ones, which may be more than its name says."""
+        return samples_of(self.folder)
 
     def shards(self) -> int:
         """How many shards it was written from."""
@@ -278,7 +272,9 @@ def _check_source(path: Path, source: dict[str, Any] | None) -> None:
     if source is None:
         return
     at = source.get("checkpoint_at")
-    if not (is_id(source.get("run")) and is_id(source.get("attempt")) and type(at) is int and at >= 0):
+    counts = [at, source.get("samples", at)]  # earlier versions have kept the name alone
+    ids = is_id(source.get("run")) and is_id(source.get("attempt"))
+    if not ids or not all(type(count) is int and count >= 0 for count in counts):
         raise CheckpointError(f"{path} is damaged: {source!r:.80} is no checkpoint that a run can go on from")
 
 

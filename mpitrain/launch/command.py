@@ -26,7 +26,7 @@ from mpitrain.errors import (
 from mpitrain.launch.discover import Launcher, own_python
 from mpitrain.launch.supervision import Outcome, Requests
 from mpitrain.system.launch_variables import allocated_hosts, launched_nodes
-from mpitrain.system.run_directory import NO_PROGRESS, is_same_start, progress, read_json, why_no_room
+from mpitrain.system.run_directory import is_same_start, progress, read_json, why_no_room
 from mpitrain.system.saying import tell
 from mpitrain.system.transports import closed, over
 
@@ -312,14 +312,15 @@ def relaunch(
     is_ours: Callable[[str], bool] = lambda attempt: True,
 ) -> int:
     """Run `once([])`, and `once(["--resume", "auto"])` after each failure that left another newest checkpoint than was
-    there before, and room for one more; returns the last exit code. A start in which a rank has died before the first
-    step is tried once more as it was. Nothing is started again once a signal has asked for an end: a run that would
-    have been is then one to run again. `is_ours`: whether a start of this id is one of this launch."""
+    there before, with more samples than that start had begun with, and room for one more; returns the last exit code. A
+    start in which a rank has died before the first step is tried once more as it was. Nothing is started again once a
+    signal has asked for an end: a run that would have been is then one to run again. `is_ours`: whether a start of this
+    id is one of this launch."""
     before, words, tried = progress(run_dir), list[str](), False
     outcome = once(words)
     for number in range(1, max_restarts + 1):
         newest = progress(run_dir)
-        gets_on = newest not in (before, NO_PROGRESS) and is_ours(newest.attempt)
+        gets_on = newest != before and newest.gets_on and is_ours(newest.attempt)
         if outcome.final or outcome.code in _FINAL or not (gets_on or outcome.early):
             break
         if tried and not gets_on:
@@ -337,7 +338,7 @@ def relaunch(
         origin = "as it was started, once: it had not come to its first step"
         if gets_on:
             before, words = newest, ["--resume", "auto"]
-            origin = f"from the checkpoint at {newest.checkpoint_at} samples"
+            origin = f"from the checkpoint at {newest.samples} samples"
         tried = not gets_on
         tell(
             f"mpitrain: the run ended with exit code {outcome.code}; restart {number} of {max_restarts} {origin}"

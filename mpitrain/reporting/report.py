@@ -29,7 +29,8 @@ from mpitrain.reporting.rows import METRICS_FILE, METRICS_SCHEMA
 from mpitrain.system.atomic import write_durable
 from mpitrain.system.folders import make_private
 from mpitrain.system.optional import reason
-from mpitrain.system.run_directory import position_of
+from mpitrain.system.part_places import is_there
+from mpitrain.system.run_directory import samples_of
 from mpitrain.system.saying import say
 
 # 3 called a missed target `fail`; 2 said `meetings`, `lead_max` and `workers_detail`, 1 also `metrics_are` for
@@ -204,11 +205,11 @@ class Report:
 
     def _report_checkpoints(self) -> None:
         for folder, parts in list(self._checkpoints):
-            whole = all((folder / f"{part}.json").is_file() for part in parts)
+            whole = all(is_there(folder, part) for part in parts)
             if whole or not folder.exists():  # or there is a newer one
                 self._checkpoints.remove((folder, parts))
             if whole:
-                self._put("checkpoint", {"samples": position_of(folder), "folder": str(folder)})
+                self._put("checkpoint", {"samples": samples_of(folder), "folder": str(folder)})
 
     def event(self, name: str, **fields: Any) -> None:
         """Always a row and a line: `event("epoch 3", accuracy=0.951)` reads `epoch 3 accuracy 0.951`."""

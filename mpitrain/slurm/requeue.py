@@ -3,11 +3,11 @@
 A job that was asked to stop before its ranks had begun, and one whose first node died, had no chance to make any: they
 may run again a few times in a row without.
 
-Invariants: progress is another newest checkpoint, by its mark (accepted samples) and the start that wrote it, and
-time in which there was training: a start that was asked to end before it had trained for a tenth of its time, such as
-one that has made a single step, counts as one without, of which a few in a row are allowed. Every answer is kept in
-`restarts.jsonl` of the run directory, one line each, so that the next one can compare. A torn line counts as no
-answer.
+Invariants: progress is another newest checkpoint, by its accepted samples and the start that wrote it, with more of
+them than that start had begun with, and time in which there was training: a start that was asked to end before it had
+trained for a tenth of its time, such as one that has made a single step, counts as one without, of which a few in a row
+are allowed. Every answer is kept in `restarts.jsonl` of the run directory, one line each, so that the next one can
+compare. A torn line counts as no answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from mpitrain.system.run_directory import progress, read_bounded, read_json
+from mpitrain.system.run_directory import Progress, progress, read_bounded, read_json
 
 MARKER = "REQUEUE"
 LOG = "restarts.jsonl"
@@ -84,18 +84,16 @@ def may_requeue(run_dir: Path, max_restarts: int = 20, cause: Cause = "checkpoin
     if cause == "checkpointed":
         before = [(one["samples"], str(one["attempt"])) for one in earlier if one["cause"] == cause]
         shares = [one["share_trained"] for one in earlier if one["cause"] == cause]
-        answer = decide((here.checkpoint_at, here.attempt), before, max_restarts, count, [*shares, share])
+        answer = decide(here, before, max_restarts, count, [*shares, share])
         if not (run_dir / MARKER).exists():
             return Answer(False, f"{run_dir} has no {MARKER}: the run has ended by itself")
     else:
-        since = [
-            one for one in earlier if (one["samples"], one["attempt"]) == (here.checkpoint_at, here.attempt)
-        ]
+        since = [one for one in earlier if (one["samples"], one["attempt"]) == (here.samples, here.attempt)]
         answer = decide_without_checkpoint(cause, [str(one["cause"]) for one in since], max_restarts, count)
     line = {
         "again": answer.again,
         "reason": answer.reason,
-        "samples": here.checkpoint_at,
+        "samples": here.samples,
         "attempt": here.attempt,
         "cause": cause,
         "share_trained": share,
@@ -121,7 +119,7 @@ def _append(path: Path, line: str) -> None:
 
 
 def decide(
-    here: tuple[int, str],
+    here: Progress,
     before: list[tuple[int, str]],
     max_restarts: int,
     count: int | None = None,
@@ -130,17 +128,16 @@ def decide(
     """The rule alone.
 
     Args:
-        here: samples and start of the newest checkpoint, -1 without one.
-        before: the same at each restart so far.
+        here: the newest checkpoint; before: samples and start of what it was at each restart so far.
         count: restarts so far, where there were others, too.
         shares: of its time that each start has trained, this one last.
     """
-    samples, count = here[0], len(before) if count is None else count
+    samples, count = here.samples, len(before) if count is None else count
     if count >= max_restarts:
         return Answer(False, f"it has been restarted {count} times, at most {max_restarts} are allowed")
     if samples < 0:
         return Answer(False, "there is no checkpoint to go on from")
-    if before and here == before[-1]:
+    if before and (not here.gets_on or (samples, here.attempt) == before[-1]):
         return Answer(False, f"no progress since the last restart: still {samples} samples")
     last = shares[-1 - MAX_IN_A_ROW :]
     if len(last) > MAX_IN_A_ROW and all(share is not None and share < LEAST_SHARE for share in last):

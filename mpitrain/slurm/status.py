@@ -69,7 +69,7 @@ def describe(run_dir: Path) -> str:
     lines = [f"{run_dir}: {_state(known)}"]
     if known.job:
         lines.append(f"job         {known.job}: {_by_slurm(known.slurm)}")
-    if (samples := progress(run_dir).checkpoint_at) >= 0:
+    if (samples := progress(run_dir).samples) >= 0:
         lines.append(f"checkpoint  at {samples} samples")
     again = restarts(run_dir)
     if count := known.num_restarts:

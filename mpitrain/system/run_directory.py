@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.system.atomic import write_whole
 from mpitrain.system.folders import make_private
+from mpitrain.system.part_places import is_there
 
 CHECKPOINTS = "checkpoints"
 RUN_ID_FILE = "run-id"
@@ -51,7 +52,8 @@ class Identity(NamedTuple):
     Attributes:
         run: its id; resuming in the same directory goes on with the same run.
         attempt: id of one start of it, the same on all ranks.
-        resumed_from: {"run", "attempt", "checkpoint_at"} of the checkpoint it began from; None from the beginning.
+        resumed_from: {"run", "attempt", "checkpoint_at", "samples"} of the checkpoint it began from; None from the
+            beginning.
     """
 
     run: str
@@ -159,23 +161,57 @@ def read_json(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any] |
 
 
 class Progress(NamedTuple):
-    """The newest checkpoint whose parts are all there, as far as their names show; (-1, "", "") without one."""
+    """The newest checkpoint whose parts are all there, as far as their names show; NO_PROGRESS without one.
 
-    checkpoint_at: int = -1
+    Attributes:
+        samples: accepted ones that it holds; since: those of the checkpoint from which the start that wrote it began.
+    """
+
+    samples: int = -1
     run: str = ""
     attempt: str = ""
+    since: int = 0
+
+    @property
+    def gets_on(self) -> bool:
+        """Whether the start that wrote it has come further than it began."""
+        return self.samples > self.since
 
 
 NO_PROGRESS = Progress()
 
 
 def progress(run_dir: Path) -> Progress:
-    """How far the run in this directory has come. It has made progress between two looks if these differ: every start
-    writes beyond the checkpoint from which it has begun."""
+    """How far the run in this directory has come. It has made progress between two looks if these differ, and the
+    newer one gets on: a name may differ, too, where nothing was accepted since."""
     for folder in listed(run_dir):
         if (first := _complete(folder)) is not None:
-            return Progress(_number(folder), str(first.get("run", "")), str(first.get("attempt", "")))
+            run, attempt = str(first.get("run", "")), str(first.get("attempt", ""))
+            return Progress(_accepted(first, _number(folder)), run, attempt, _begun_at(first))
     return NO_PROGRESS
+
+
+def samples_of(folder: Path) -> int:
+    """Accepted samples that a checkpoint holds, without a look at its other parts."""
+    return _accepted(read_json(folder / f"{FIRST_PART}.json") or {}, _number(folder))
+
+
+def _accepted(first: dict[str, Any], checkpoint_at: int) -> int:
+    """What the dealing server had counted; ranks that take the same steps write at the samples in the name."""
+    found: Any = first
+    for key in ("state", "role", "ledger", "samples_accepted"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return _count(found, checkpoint_at)
+
+
+def _begun_at(first: dict[str, Any]) -> int:
+    source = first.get("resumed_from")
+    source = source if isinstance(source, dict) else {}
+    return _count(source.get("samples"), _count(source.get("checkpoint_at"), 0))
+
+
+def _count(found: Any, otherwise: int) -> int:
+    return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else otherwise
 
 
 def _complete(folder: Path) -> dict[str, Any] | None:
@@ -184,7 +220,7 @@ def _complete(folder: Path) -> dict[str, Any] | None:
     if first is None or not isinstance(parts, list) or not parts:
         return None
     named = all(isinstance(part, str) and PART_NAME.fullmatch(part) for part in parts)
-    return first if named and all((folder / f"{part}.json").is_file() for part in parts) else None
+    return first if named and all(is_there(folder, part) for part in parts) else None
 
 
 def run_of(run_dir: Path) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mpitrain.checkpoint import Checkpoint
 from mpitrain.checkpoint.parts import candidates, damage, nothing_verifies
 from mpitrain.errors import CheckpointError
-from mpitrain.system.run_directory import Identity
+from mpitrain.system.run_directory import Identity, samples_of
 from mpitrain.training.agree import attempt
 
 if TYPE_CHECKING:
@@ -61,5 +61,6 @@ def identify(found: Checkpoint | None, run: str, attempt_id: str) -> Identity:
         "run": found.identity.run,
         "attempt": found.identity.attempt,
         "checkpoint_at": found.checkpoint_at,
+        "samples": samples_of(found.folder),
     }
     return Identity(run, attempt_id, source)

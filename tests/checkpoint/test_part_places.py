@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from mpitrain.checkpoint import newest, read_part, write_part
-from mpitrain.checkpoint.part_places import PARTS_PER_FOLDER, is_there, place_of
 from mpitrain.checkpoint.parts import corrupt_part, damage, folder_of, prune
 from mpitrain.errors import CheckpointError
-from mpitrain.system.run_directory import Identity, why_no_room
+from mpitrain.system.part_places import PARTS_PER_FOLDER, is_there, place_of
+from mpitrain.system.run_directory import Identity, progress, why_no_room
 
 NAMES = ("shard-0", "shard-256", "worker-0", "worker-255", "worker-256", "worker-300", "worker-512")
 OURS = Identity("run", "attempt")
@@ -42,7 +42,7 @@ def test_every_part_lies_where_its_number_says_and_is_read_there(tmp_path):
         "shard-0.json", "shard-256-511/shard-256.json", "worker-0.json", "worker-255.json",
         "worker-256-511/worker-256.json", "worker-256-511/worker-300.json", "worker-512-767/worker-512.json",
     }  # fmt: skip
-    assert newest(tmp_path).parts == NAMES
+    assert newest(tmp_path).parts == NAMES and progress(tmp_path).samples == 8
     for number, name in enumerate(NAMES):
         assert is_there(folder, name) and bool((read_part(folder, name, OURS)["x"] == number).all())
 

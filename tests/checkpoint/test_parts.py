@@ -260,6 +260,14 @@ FOREIGN = {
         ),
         "no checkpoint that a run can go on from",
     ),
+    "from fewer samples than none": (
+        lambda folder: rewritten(
+            folder,
+            "shard-0",
+            resumed_from={"run": "run", "attempt": "first", "checkpoint_at": 1, "samples": -1},
+        ),
+        "no checkpoint that a run can go on from",
+    ),
     "a list": (lambda folder: (folder / "shard-0.json").write_text("[]"), "is damaged"),
     "nested": (lambda folder: (folder / "shard-0.json").write_text("[" * 10**6), "nested too deep"),
     "a huge number": (lambda folder: (folder / "shard-0.json").write_text("9" * 10**6), "is damaged"),
@@ -321,7 +329,7 @@ def test_names_in_checkpoints_that_are_not_ours_are_left_alone(tmp_path):
     (tmp_path / "checkpoints" / f"{300:012d}").write_text("a file")
     (tmp_path / "checkpoints" / f"{400:012d}").symlink_to(tmp_path / "nowhere")
     assert [position_of(folder) for folder in listed(tmp_path)] == [100]
-    assert newest(tmp_path).checkpoint_at == 100 and progress(tmp_path) == (100, "run", "attempt")
+    assert newest(tmp_path).checkpoint_at == 100 and progress(tmp_path) == (100, "run", "attempt", 0)
     prune(tmp_path, 1, 500, OURS)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 8
 

@@ -16,6 +16,7 @@ from mpitrain.slurm.limits import LIMIT, lead
 from mpitrain.slurm.requeue import decide, decide_without_checkpoint
 from mpitrain.slurm.script import make
 from mpitrain.slurm.status import describe
+from mpitrain.system.run_directory import NO_PROGRESS, Progress
 from mpitrain.system.time_limit import needs_now
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,12 +106,14 @@ def test_a_restart_needs_a_checkpoint_progress_and_a_number_left() -> None:
     def before(*samples: int) -> list[tuple[int, str]]:
         return [(number, "first") for number in samples]
 
-    here = (100, "first")
+    here = Progress(100, "run", "first")
     assert decide(here, [], 20).again and decide(here, before(50), 20).again
-    assert "no checkpoint" in decide((-1, ""), [], 20).reason
+    assert "no checkpoint" in decide(NO_PROGRESS, [], 20).reason
     assert "no progress" in decide(here, before(20, 100), 20).reason
     assert not decide(here, before(20, 100), 20).again
-    assert decide((80, "second"), before(20, 100), 20).again  # the one at 100 was damaged
+    # the one at 100 was damaged; but a checkpoint of another name with the same samples is none
+    assert decide(Progress(80, "run", "second", since=20), before(20, 100), 20).again
+    assert not decide(Progress(100, "run", "second", since=100), before(20, 100), 20).again
     assert not decide(here, before(1, 2, 3), 3).again and decide(here, before(1, 2), 3).again
     assert not decide(here, before(1), 3, count=3).again  # by Slurm itself, or by hand
 
@@ -120,7 +123,7 @@ def test_progress_takes_time_and_not_single_steps() -> None:
 
     def answer(*shares: float | None):
         before = [(number, "first") for number in range(len(shares) - 1)]
-        return decide((100, "first"), before, 20, None, shares)
+        return decide(Progress(100, "run", "first"), before, 20, None, shares)
 
     assert answer(0.01).again and answer(0.01, 0.01, 0.01).again
     assert not answer(0.5, 0.01, 0.01, 0.0, 0.09).again

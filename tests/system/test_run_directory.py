@@ -73,6 +73,7 @@ def test_a_new_run_moves_aside_what_is_there_and_a_run_that_goes_on_does_not(tmp
         "run": second.identity.run,
         "attempt": second.identity.attempt,
         "checkpoint_at": 640,
+        "samples": 640,
     }
     assert opened(tmp_path, str(tmp_path)).identity.run == second.identity.run  # named instead of "auto"
 
@@ -85,11 +86,13 @@ def test_a_run_that_goes_on_from_another_directory_is_a_new_one_that_says_from_w
     checkpoint(here, 7, Identity("older", "b"))
     run = opened(here, str(there))
     assert run.resume.checkpoint_at == 100 and run.identity.run not in ("theirs", "older")
-    assert run.identity.resumed_from == {"run": "theirs", "attempt": "a", "checkpoint_at": 100}
+    assert run.identity.resumed_from == {
+        "run": "theirs", "attempt": "a", "checkpoint_at": 100, "samples": 100,
+    }  # fmt: skip
     assert (
-        progress(here).checkpoint_at == -1
-        and progress(here / "earlier-older").checkpoint_at == 7
-        and progress(there).checkpoint_at == 100
+        progress(here).samples == -1
+        and progress(here / "earlier-older").samples == 7
+        and progress(there).samples == 100
     )
     again = opened(here / "earlier-older", "auto")  # what was moved aside is a run directory itself
     assert (again.resume.checkpoint_at, again.identity.run) == (7, "older")
@@ -114,14 +117,14 @@ def test_what_is_damaged_beyond_is_no_progress_of_the_next_start(tmp_path):
         file.write(b"x")
     before = progress(tmp_path)
     second = opened(tmp_path, "auto")
-    assert (
-        before.checkpoint_at == 200 and second.resume.checkpoint_at == 100 and len(second.resume.refused) == 2
-    )
+    assert before.samples == 200 and second.resume.checkpoint_at == 100 and len(second.resume.refused) == 2
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
         "run-id", f"{100:012d}", f"damaged-{200:012d}",
     }  # fmt: skip
     checkpoint(tmp_path, 150, second.identity)
-    assert progress(tmp_path) != before and newest(tmp_path).checkpoint_at == 150
+    after = progress(tmp_path)
+    assert after != before and (after.samples, after.since, after.gets_on) == (150, 100, True)
+    assert newest(tmp_path).checkpoint_at == 150
 
 
 def version_0_1_0(run_dir, mark):
@@ -200,14 +203,14 @@ def test_a_loop_of_ones_own_moves_checkpoints_only_and_the_other_workers_wait_fo
     assert f"are now in {tmp_path / 'earlier-old'}" in capsys.readouterr().err
     checkpoint(tmp_path, 3, first)
     assert loop.open(tmp_path, 4, first=True) == first and capsys.readouterr().err == ""
-    assert progress(tmp_path) == (3, "new", "b") and (tmp_path / "metrics.jsonl").exists()
+    assert progress(tmp_path)[:3] == (3, "new", "b") and (tmp_path / "metrics.jsonl").exists()
     loop.locks[tmp_path].release()
     again = LoopRun(
         Identity("newer", "c", {"run": "new", "attempt": "b", "checkpoint_at": 3}), newest(tmp_path), tmp_path
     )
     with pytest.raises(UsageError, match="step 2 lies before 3, from which this loop goes on"):
         again.open(tmp_path, 2, first=True)
-    assert again.open(tmp_path, 4, first=True).run == "new" and progress(tmp_path).checkpoint_at == 3
+    assert again.open(tmp_path, 4, first=True).run == "new" and progress(tmp_path).samples == 3
     assert again.open(tmp_path / "elsewhere", 1, first=True).run == "newer"
     for lock in again.locks.values():
         lock.release()

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 
 from mpitrain.checkpoint import CheckpointWriter
-from mpitrain.checkpoint.part_places import is_there
 from mpitrain.checkpoint.parts import FIRST, folder_of, verify
 from mpitrain.errors import CheckpointError
 from mpitrain.system import awake
+from mpitrain.system.part_places import is_there
 from mpitrain.training.watchdog.alarm_files import LOOK_EVERY_S, Alarm, EmergencyCheckpoint
 
 HOLD_S = 5.0  # longest change of a rank that is not stuck in it, on a machine that is busy
