@@ -194,10 +194,12 @@ class Leave:
     """A worker informs every server that it leaves, having stayed for as long as it was wanted.
 
     step: how many pushes it has made.
+    last_at: the checkpoint of the end of the run, as the dealing server has named it; 0: none.
     """
 
     kind: ClassVar[Kind] = Kind.LEAVE
     step: int
+    last_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,11 +287,15 @@ class Wake:
 
     stop: the worker leaves.
     promoted: the worker delivers the final model, for which it asks every server.
+    last_at: the checkpoint of the end of the run, which the worker names to the other servers; 0: none is written.
+    part_of: the same, where the worker writes a part of it; 0: it has none.
     """
 
     kind: ClassVar[Kind] = Kind.WAKE
     stop: bool = False
     promoted: bool = False
+    last_at: int = 0
+    part_of: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,15 +120,22 @@ class Peer:
                 yield from self._look(self.checkpoints, turn, meets)
                 if self.checkpoints.ended:
                     break
+        if not self.strategy.asynchronous:
+            yield from self._write_last()
         yield from self._meet()
-        if self.checkpoints is not None and self.checkpoints.is_last(self.partition.samples):
-            save = self.checkpoints.save
-            yield Compute(lambda: save(self.state()), "checkpoint")
+        if self.strategy.asynchronous:  # until then there were updates under way
+            yield from self._write_last()
         if self._has_left:
             yield from self._hear_last()
         if info:
             self.report.progress(*info)  # the run has lasted until everybody was here
         return self._counts()
+
+    def _write_last(self) -> Answers:
+        """The end of the run. The meeting that ends it is one that no run has which goes on."""
+        if self.checkpoints is not None and self.checkpoints.is_last(self.partition.samples):
+            save = self.checkpoints.save
+            yield Compute(lambda: save(self.state()), "checkpoint")
 
     def state(self) -> dict[str, Any]:
         """Counts and position, JSON-able; taken between two steps. What others have sent ahead they will send again."""

@@ -69,9 +69,8 @@ class PeerCheckpoints:
         return due
 
     def is_last(self, samples: int) -> bool:
-        """Whether to write now that the run has come to its end, where peers have met out of turn: only if there is no
-        checkpoint before it, from which a run goes on as if it had never ended."""
-        due = self.writer.writes_last and samples > self._due_samples == 0
+        """Whether to write now that the run has come to its end."""
+        due = self.writer.writes_last and samples > self._due_samples
         self._due_samples = max(samples, self._due_samples)
         return due
 

@@ -338,6 +338,10 @@ class Worker:
             self._reduction = None
         if self.step and self.writer is not None:
             self.writer.try_out(self.state)
+        yield from self._write_part()
+
+    def _write_part(self) -> Generator[Effect, Any, None]:
+        """Of the checkpoint to which what it holds belongs, if there is one."""
         if self._part_of and self.writer is not None:
             writer, checkpoint_at, self._part_of = self.writer, self._part_of, 0
             yield Compute(lambda: self._keep(writer, checkpoint_at), "checkpoint")
@@ -362,6 +366,7 @@ class Worker:
             source, message = yield from self._receive(servers)
             if isinstance(message, Wake):
                 if message.stop:
+                    last_at, self._part_of = message.last_at, message.part_of
                     break
                 self.validates = self.wants_final = True
                 missing = set(servers)
@@ -382,7 +387,8 @@ class Worker:
                         metrics = yield from self.division.measure(samples)
                         measured = {**measured, "metrics": metrics, **self.validations.result()}
                     yield Send(dealer, Delivered(self.step, json.dumps(measured)))
-        yield from self._broadcast(Leave(self.step))
+        yield from self._write_part()
+        yield from self._broadcast(Leave(self.step, last_at))
 
     def take_in(self, source: int, message: Answer | Final) -> None:
         """What a server's answer says and brings."""

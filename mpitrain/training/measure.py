@@ -226,13 +226,13 @@ class Meter:
     Args:
         report: where progress goes.
         num_warmup: calls of `progress` that belong to the warm-up.
-        samples: that were accepted before this start (a run that was resumed).
+        samples, step: that were accepted, and taken, before this start (a run that was resumed).
     """
 
-    def __init__(self, report: Report, num_warmup: int, samples: int = 0):
+    def __init__(self, report: Report, num_warmup: int, samples: int = 0, step: int = 0):
         self.report, self.num_warmup, self.start_samples = report, num_warmup, samples
         self.first_samples = self.last_samples = samples
-        self.num_calls = self.step = 0
+        self.num_calls, self.step = 0, step
         self.first_s = self.last_s = self.begin_s = time.monotonic()
         self.paused_s = self._paused_since_s = 0.0  # up to the last step, and since
         self.windows = Windows(self.begin_s, samples)
@@ -251,9 +251,10 @@ class Meter:
         self.last_samples, self.step = samples, step
         self.report.progress(samples, step, epoch, loss, **fields)
 
-    def go_on_from(self, samples: int) -> None:
-        """So many samples were accepted before this start."""
+    def go_on_from(self, samples: int, step: int) -> None:
+        """So many samples were accepted, and steps taken, before this start."""
         self.start_samples = self.first_samples = self.last_samples = samples
+        self.step = step
         self.windows = Windows(self.begin_s, samples)
 
     def event(self, name: str, **fields: Any) -> None:

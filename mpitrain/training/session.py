@@ -26,6 +26,7 @@ from mpitrain.reporting.environment import code_places, code_versions, collect
 from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import NullReport, Report, explained, set_aside, write_json, writing
 from mpitrain.strategies.base import Strategy
+from mpitrain.strategies.checkpoint_policy import read_policy
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign
 from mpitrain.strategies.validation_policy import ValidationPolicy, read_validation_policy
@@ -34,7 +35,7 @@ from mpitrain.system.error_record import forget_reports
 from mpitrain.system.folders import make_private
 from mpitrain.system.launch_variables import launched_server_nodes
 from mpitrain.system.optional import optional
-from mpitrain.system.run_directory import RUN_FILE, RUN_SCHEMA, Identity
+from mpitrain.system.run_directory import NO_PROGRESS, RUN_FILE, RUN_SCHEMA, Identity, progress
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training import signals
 from mpitrain.training.about_data import about_data
@@ -181,6 +182,7 @@ class Session:
             if self.job.trace is not None and not any(one.get("traced_steps") for one in gathered):
                 self.report.event("warning", text=nothing_traced(self.job.trace))
             report_end(self.report, result)
+            self._report_last_checkpoint(result)
             requeue = self.run_dir / REQUEUE_FILE
             if result["exit_code"] == EXIT_REQUEUE:
                 with writing(requeue):
@@ -194,6 +196,19 @@ class Session:
         shared = share(without_rows(result) if result is not None else None)
         self.end_listening()
         return result if result is not None else {**shared, **rows_of([outcome])}
+
+    def _report_last_checkpoint(self, result: dict[str, Any]) -> None:
+        """Where a run that has come to its end has left none of that to go on from."""
+        if result["status"] not in ("ok", "missed"):
+            return
+        found = progress(self.run_dir)
+        if found == NO_PROGRESS:
+            never = read_policy(self.job.checkpoint_every, self.job.mtbf_s).is_never
+            reason = f"checkpoint_every={self.job.checkpoint_every!r}" if never else "none could be written"
+            self.report.event("no checkpoint", reason=f"{reason}, so more epochs would begin anew")
+        elif found.samples < result["samples"]:
+            of = f"{found.samples} of {result['samples']}"
+            self.report.event("newest checkpoint", samples=of, reason="more epochs go on from there")
 
     def _gather_living(self, outcome: dict[str, Any]) -> list[dict[str, Any]] | None:
         gathered = self.runtime.gather_living(outcome)
@@ -262,8 +277,9 @@ def prepare(
 
 
 def _resumed_at(session: Session) -> int:
-    """Accepted samples from which the run goes on."""
-    return session.resume.num_samples() if session.resume else 0
+    """Accepted samples from which the run goes on; the checkpoint itself may be gone by the end."""
+    source = session.identity.resumed_from
+    return int(source["samples"]) if source else 0
 
 
 def begin(runtime: Ranks) -> None:
@@ -448,7 +464,7 @@ def result_of(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any
         "run": session.identity.run,
         "attempt": session.identity.attempt,
         "ended_early": early,
-        "resumed_from": resume.checkpoint_at if resume else None,
+        "resumed_from": _resumed_at(session) if resume else None,
         "resumed_run": resume.identity.run if resume else None,
         "fault_tolerance": level(session.runtime, session.strategy),
         **rows_of(gathered),

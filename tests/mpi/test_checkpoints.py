@@ -180,7 +180,7 @@ def test_a_signal_leads_to_a_checkpoint_and_exit_75_and_the_next_start_goes_on(t
     second = [call("run", name, text, "auto"), call("run", "whole", text)]
     launch_calls(4, "signalled_runs", tmp_path, second).check()
     ended = result_of(tmp_path / name)
-    assert ended["resumed_from"] == found.checkpoint_at and ended["samples"] == 40 * 48
+    assert ended["resumed_from"] == found.num_samples() >= found.checkpoint_at and ended["samples"] == 40 * 48
     assert ended["status"] == "ok" and not (tmp_path / name / "REQUEUE").exists()
     if name != "async":
         assert same_model(tmp_path / "whole" / "model.safetensors", tmp_path / name / "model.safetensors")

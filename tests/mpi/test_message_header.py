@@ -14,9 +14,11 @@ from mpitrain.messages import (
     FinalRequest,
     Kind,
     Lease,
+    Leave,
     Message,
     Reply,
     Sum,
+    Wake,
     payload_bytes,
     payload_of,
 )
@@ -72,6 +74,8 @@ def test_the_bytes_are_what_they_have_always_been(message):
     "message",
     [
         Reply(0, 0),
+        Leave(9, last_at=96),
+        Wake(stop=True, last_at=97, part_of=96),
         Reply(5, 1, 32, leases=(Lease(0, 0, 4),), checkpoint=CheckpointRequest(64, final=True)),
         dataclasses.replace(messages.PUSH, lease=None, checkpoint=None, options=""),
         dataclasses.replace(messages.PUSH, checkpoint=CheckpointRequest(), finite=True, pull=True),

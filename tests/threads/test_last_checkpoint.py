@@ -9,16 +9,18 @@ from mpitrain.checkpoint.parts import listed, newest
 from mpitrain.training.measure import same_model
 from mpitrain.values import parse
 from tests import toy
+from tests.threads.test_own_state import Queue
 
 
 def train(path, strategy, **options):
     fields = {"checkpoint_every": "auto", "epochs": 1, "data": toy.Memory(48), "model": lambda: toy.wide(4)}
+    fields["optimizer"] = toy.sgd
     fields |= {
         name: options.pop(name)
-        for name in ("checkpoint_every", "model", "patience", "epochs")
+        for name in ("checkpoint_every", "model", "optimizer", "patience", "epochs")
         if name in options
     }
-    job = toy.make_job(optimizer=toy.sgd, **fields)
+    job = toy.make_job(**fields)
     return mt.train(job, parse(strategy, "strategy"), threads=2, run_dir=str(path), quiet=True, **options)
 
 
@@ -26,23 +28,55 @@ def events(path):
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("strategy", ["allreduce()", "sync()", "localsgd(period=2)", "decentralized()"])
-def test_more_epochs_go_on_from_the_end_of_a_short_run(strategy, tmp_path):
-    first = train(tmp_path / "a", strategy)
-    more = train(tmp_path / "a", strategy, epochs=2, resume="auto")
+OWN = {"model": Queue, "optimizer": toy.hooked}  # buffers that train, hooks
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fields"),
+    [
+        ("allreduce()", {}),
+        ("sync()", {}),
+        ("sync(servers=2)", OWN),
+        ("sync(servers=2,optimizer='worker')", {}),
+        ("localsgd(period=2)", {}),
+        ("decentralized()", {}),
+    ],
+)
+def test_more_epochs_go_on_from_the_end_of_a_short_run(strategy, fields, tmp_path):
+    first = train(tmp_path / "a", strategy, **fields)
+    more = train(tmp_path / "a", strategy, epochs=2, resume="auto", **fields)
     assert (first["samples"], more["samples"], more["resumed_from"], more["leg"]) == (48, 96, 48, 2)
-    whole = train(tmp_path / "b", strategy, epochs=2)
+    whole = train(tmp_path / "b", strategy, epochs=2, **fields)
     assert same_model(whole["model"], more["model"])
-    again = train(tmp_path / "a", strategy, epochs=2, resume="auto")
-    # nothing is left to do; but peers meet once more at an end, and leave the checkpoint before that the newest
-    left = 48 if strategy == "decentralized()" else 0
-    assert (again["samples"], again["leg_samples"], again["leg"]) == (96, left, 3)
+    again = train(tmp_path / "a", strategy, epochs=2, resume="auto", **fields)  # nothing is left to do
+    assert (again["samples"], again["leg_samples"], again["leg"]) == (96, 0, 3)
+    assert again["steps"] == more["steps"] == whole["steps"]
     assert same_model(whole["model"], again["model"])
+
+
+@pytest.mark.parametrize(
+    "strategy", ["async(servers=2)", "elastic(servers=2)", "decentralized(asynchronous=True)"]
+)
+def test_the_end_is_written_where_nobody_waits_for_anybody(strategy, tmp_path):
+    train(tmp_path, strategy)
+    more = train(tmp_path, strategy, epochs=2, resume="auto")
+    assert (more["samples"], more["resumed_from"], more["leg_samples"]) == (96, 48, 48)
+    rows = [row for row in events(tmp_path) if "checkpoint" in row["event"]]
+    assert [(row["event"], row["samples"]) for row in rows] == [("checkpoint", 48), ("checkpoint", 96)]
+
+
+def test_a_run_says_where_its_newest_checkpoint_lies_before_its_end(tmp_path):
+    """Four steps and an averaging out of turn, after a checkpoint at the third."""
+    result = train(tmp_path, "localsgd(period=3)", checkpoint_every="30")
+    rows = [row["samples"] for row in events(tmp_path) if row["event"] == "newest checkpoint"]
+    assert result["samples"] == 48 and rows == ["36 of 48"]
 
 
 def test_a_run_that_ended_without_a_checkpoint_is_moved_aside_and_named(tmp_path):
     first = train(tmp_path, "sync()", checkpoint_every="never")
     assert not listed(tmp_path)
+    (said,) = [row["reason"] for row in events(tmp_path) if row["event"] == "no checkpoint"]
+    assert said == "checkpoint_every='never', so more epochs would begin anew"
     before = (tmp_path / "model.safetensors").read_bytes()
     more = train(tmp_path, "sync()", epochs=2, resume="auto")
     rows = [row for row in events(tmp_path) if row["event"] in ("no checkpoint", "earlier run moved aside")]

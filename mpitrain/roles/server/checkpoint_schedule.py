@@ -4,7 +4,9 @@ Invariants: the dealing server names the next point (accepted samples) ahead of 
 its answers to the workers and on what they send to the other servers; each shard writes at its first update at or
 beyond that point, or, where the run ends with it, when the last worker has left. In lockstep all shards have the same
 update there, and each worker learns, with the answer that follows, that what it holds now belongs to the checkpoint.
-Without lockstep every shard is cut at its own version.
+Without lockstep every shard is cut at its own version. The end of a run that was not asked for is written when the
+final model is: the dealing server lets the workers go with the name of that checkpoint, and they leave the others with
+it.
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ class CheckpointSchedule:
         self.request: CheckpointRequest | None = None  # the next one, or the last while no other is due
         self.last = 0
         self.ended = False
+        self._last_samples = (
+            0  # that the last one holds; it is named before the update after which it is written
+        )
+        self._last_at = 0  # the end of the run, as others have named it
         self._to_report: dict[int, int] = {}  # workers whose next answer says that it belongs to a checkpoint
 
     @property
@@ -52,20 +58,27 @@ class CheckpointSchedule:
             at = self.writer.next_checkpoint_at(samples)
             self.request = CheckpointRequest(at) if at else None
 
-    def look_at_end(self, samples: int, restored: int, out_of_turn: bool) -> bool:
-        """Whether this server, which is the only one that writes, does so when all workers have left. `restored`: of
-        the checkpoint from which the run went on; `out_of_turn`: the last update was of a rest, as in no run that goes
-        on: then only if there is no checkpoint before it."""
-        before = max(self.last, restored)
-        if (
-            self.writer is None
-            or not self.writer.writes_last
-            or samples <= before
-            or (out_of_turn and before)
-        ):
+    def name_last(self, samples: int, restored: int, out_of_turn: bool) -> bool:
+        """Whether the dealing server writes the end of the run, when nobody pushes any more. `restored`: samples of the
+        checkpoint from which the run went on; `out_of_turn`: the last update was of a rest, as in no run that goes on:
+        then only if there is no checkpoint before it."""
+        before = max(self._last_samples, restored)
+        writes = self.writer is not None and self.writer.writes_last and samples > before
+        if not writes or (out_of_turn and before):
             return False
         self.request = CheckpointRequest(samples)
         return True
+
+    def hear_last(self, at: int) -> None:
+        """Take over the name of that checkpoint, which may be below what this server has accepted."""
+        if at > self.last and not self.ended:
+            self.request = CheckpointRequest(at)
+            self._last_at = at
+
+    @property
+    def writes_last(self) -> bool:
+        """Whether this server, which was told so, writes the end of the run now."""
+        return self.writer is not None and self._last_at > self.last
 
     def hear(self, request: CheckpointRequest | None, samples: int) -> None:
         """Take over what a push brings: the next point from the dealing server, or that its sender has been asked to
@@ -96,6 +109,7 @@ class CheckpointSchedule:
         parts = [f"shard-{i}" for i in range(num_shards)] + [f"worker-{workers.index(w)}" for w in writers]
         self.writer.save(self._next_at, state, parts if self.decides else ())
         self.last, self.ended = self._next_at, self.final
+        self._last_samples = state["ledger"]["samples_accepted"]
         if self.decides:
             self._to_report = dict.fromkeys(writers, self.last)
 

@@ -188,12 +188,29 @@ class FaultTolerantServer(Server):
                 yield from self.send_final(source)
             elif isinstance(message, Delivered):
                 self.delivered = json.loads(message.text)
-                for worker in sorted(staying):
-                    yield Send(worker, Wake(stop=True))
+                yield from self._let_go(staying)
             else:
                 if not self.table.is_lost(source):
                     raise out_of_turn(source, message, "a server whose workers have all pushed their last")
                 yield from self.turn_away(source, message)
+
+        if self.checkpoints.writes_last and not self._over and self.gathering.empty:
+            yield from self._write_checkpoint()
+
+    def _let_go(self, staying: Set[int]) -> Steps:
+        """The dealing server, to all who stay: they leave. Where the end of the run is written, it has begun to, and
+        they write their parts and tell the other servers."""
+        last, counts = 0, self.counts
+        if (
+            not self._over
+            and self.gathering.empty
+            and self.checkpoints.name_last(counts.samples_accepted, self.restored_samples, self.flushed_rest)
+        ):
+            yield from self._write_checkpoint(staying)
+            last = self.checkpoints.last
+        for worker in sorted(staying):
+            part_of = self.checkpoints.on_answer(worker)[1] if last else 0
+            yield Send(worker, Wake(stop=True, last_at=last, part_of=part_of))
 
     def _name_deliverer(self, staying: set[int]) -> Steps:
         """Who delivers from here on, where the one that was to has not and will not (the dealing server)."""
@@ -266,6 +283,7 @@ class FaultTolerantServer(Server):
 
     def _on_leave(self, worker: int, message: Leave) -> Steps:
         self._enter(worker, WorkerEvent.LEAVE, message)
+        self.checkpoints.hear_last(message.last_at)
         yield from ()
 
     def _on_ask_average(self, worker: int, message: AskAverage) -> Steps:

@@ -18,7 +18,7 @@ gradient: it is exchanged again, which conserves what both sides hold, and not c
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence, Set
 from typing import Any
 
 from mpitrain.effects import Compute, Effect, Now, Recv, Role, Send
@@ -97,8 +97,8 @@ class Server:
         self.table = WorkerTable(workers, strategy.warmup.first(workers))
         self.memory = strategy.start(tuple(sorted(self.table.active)))
         self.failure = ""
-        self._restored_samples = 0
-        self._flushed_rest = False  # at the end, out of turn
+        self.restored_samples = 0
+        self.flushed_rest = False  # at the end, out of turn
         self._answers: dict[type[Message], Callable[[int, Any], Steps]] = {
             Join: self._on_join, Push: self._on_push, Done: self._on_done, Note: self._on_note, Pull: self._on_pull,
             PullRows: self._on_pull_rows,
@@ -113,10 +113,6 @@ class Server:
         if (
             self.checkpoints.final and not self.checkpoints.ended
         ):  # everybody has left before this shard came to that point
-            yield from self._write_checkpoint()
-        elif not (self.failure or self.checkpoints.ended) and self.checkpoints.look_at_end(
-            self.counts.samples_accepted, self._restored_samples, self._flushed_rest
-        ):
             yield from self._write_checkpoint()
         for worker in self.table.in_turn(*WANTING_FINAL):
             payload = self.store.read(worker, full=True)
@@ -271,8 +267,9 @@ class Server:
         if not self.gathering.empty:
             yield Compute(self.store.apply, "apply", num_batches=self.gathering.num_taken)
 
-    def _write_checkpoint(self) -> Steps:
-        shards, present = self.strategy.servers, self.table.present
+    def _write_checkpoint(self, writers: Set[int] | None = None) -> Steps:
+        """`writers`: the workers who may have a part of it; those who are present by default."""
+        shards, present = self.strategy.servers, self.table.present if writers is None else writers
         yield Compute(
             lambda: self.checkpoints.save(self.state(), shards, present, self.workers), "checkpoint"
         )
@@ -389,12 +386,13 @@ class Server:
         self.counts.leave(worker)
         if message.wants_final:
             self._enter(worker, WorkerEvent.ASK_FINAL, message)
+        has_rest = not self.gathering.empty  # too few for an update of their own, but nothing is lost
         yield from self._go_on_without(worker)
         if not self.table.active:
-            if not self.gathering.empty:  # too few for an update of their own, but nothing is lost
-                self._flushed_rest = True
+            if not self.gathering.empty:
                 yield from self._carry_out(Verdict(0.0, True, ()))
             yield from self._admit_joining()  # the data ended before the warm-up did
+        self.flushed_rest = self.flushed_rest or (has_rest and self.gathering.empty)
 
     def _go_on_without(self, worker: int) -> Steps:
         """`worker` takes part no more: who waits for it waits no longer."""
@@ -446,7 +444,7 @@ class Server:
         """
         self.failure, self.applied_samples = state["failure"], state["applied_samples"]
         self.counts.restore(state["ledger"])
-        self._restored_samples = self.counts.samples_accepted
+        self.restored_samples = self.counts.samples_accepted
         self.processed = ProcessedSamples.of(state["processed"], self.epoch_samples)
         pieces = [
             (low, high, ProcessedSamples.of(piece, self.epoch_samples))

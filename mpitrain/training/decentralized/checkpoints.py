@@ -18,7 +18,7 @@ from mpitrain.model.codec_registry import merge_states
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
 from mpitrain.roles.peer_checkpoints import PeerCheckpoints
-from mpitrain.strategies.checkpoint_policy import Cadence
+from mpitrain.strategies.checkpoint_policy import Cadence, CheckpointPolicy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.part_names import own_part
 from mpitrain.strategies.ticks import Ticks
@@ -42,17 +42,17 @@ def check_checkpoints(session: Session, strategy: Decentralized, about: dict[str
 
 def make_checkpoints(
     session: Session, strategy: Decentralized, about: dict[str, Any], state: Callable[[], dict[str, Any]]
-) -> tuple[PeerCheckpoints | None, CheckpointWriter]:
-    """When this peer writes `state` beside that of its role, and who writes; never where peers do not meet: a signal
-    then ends the run as it is."""
+) -> tuple[PeerCheckpoints, CheckpointWriter]:
+    """When this peer writes `state` beside that of its role, and who writes; where peers do not meet, only at the end,
+    at which they do: a signal then ends the run as it is."""
     runtime = session.runtime
     writer = make_checkpoint_writer(session, own_part(runtime.rank), about, state)
     if strategy.never_meets:
         signals.end_at_once()
-        return None, writer
+    policy = CheckpointPolicy() if strategy.never_meets else writer.policy
     parts = [own_part(rank) for rank in range(runtime.size)] if runtime.rank == 0 else []
     samples = session.resume.checkpoint_at if session.resume else 0
-    cadence = Cadence(writer.policy, samples)
+    cadence = Cadence(policy, samples)
     return PeerCheckpoints(writer, parts, cadence, strategy.asynchronous, samples), writer
 
 

@@ -67,8 +67,7 @@ def run_peers(session: Session) -> dict[str, Any]:
         )
         measures = MeasuredByPeers(replica, measure, runtime.size) if measure else None
         num_steps = session.total_samples() // (job.step_samples * runtime.size)
-        resume = session.resume
-        meter = Meter(session.report, num_warmup(num_steps), resume.checkpoint_at if resume else 0)
+        meter = Meter(session.report, num_warmup(num_steps))
         session.in_emergency(f"{strategy}: a peer sends its update to the others in the middle of its step")
         ticks = builder.ticks
         checkpoints, writer = make_checkpoints(
@@ -77,6 +76,7 @@ def run_peers(session: Session) -> dict[str, Any]:
         )  # fmt: skip
         peer = builder.peer(runtime.rank, replica, meter, checkpoints, validations, measures)
         attempt(runtime, lambda: begin(session, peer, replica, ticks))
+        meter.go_on_from(peer.partition.samples, peer.partition.step)
         counts, injected = _run(session, strategy, peer, replica, device)
     writer.wait()
     digests = runtime.allgather(counts["digest"])
@@ -84,7 +84,7 @@ def run_peers(session: Session) -> dict[str, Any]:
         "detail": {
             "role": "worker", **counts, **replica.statistics(with_norm=True), "checkpoints": writer.summary(),
         },
-        "failure": "", "injected": injected, "requeue": checkpoints is not None and checkpoints.ended,
+        "failure": "", "injected": injected, "requeue": checkpoints.ended,
         "unwritten": writer.unwritten,
     }  # fmt: skip
     everybody = runtime.allgather(

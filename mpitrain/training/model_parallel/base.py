@@ -212,7 +212,8 @@ class SplitRun(Stepper):
             self.ema.restore(saved.get("ema"))
         vars(self).update(saved["counts"])
         go_on(self.session, self.ticks, self.schedule, saved.get("ticks"), self.samples)
-        self.meter = Meter(self.session.report, num_warmup(self.num_steps - self.step), self.samples)
+        warmup = num_warmup(self.num_steps - self.step)
+        self.meter = Meter(self.session.report, warmup, self.samples, self.step)
 
     def _drops_last(self, batch_size: int) -> bool:
         """Whether an incomplete last step is left out; never where an epoch has no complete one."""

@@ -146,9 +146,6 @@ def _serve(
     writer = make_checkpoint_writer(
         session, f"shard-{shard}", about_this_run, lambda: {"store": store.state()}, writers
     )
-    # of workers' parts that belong to the end nobody knows when all have left, nor do servers agree on a name for it
-    alone = strategy.servers == 1 and not (own or strategy.reduces or list(model.module.buffers()))
-    writer.writes_last = writer.writes_last and alone
     by_heartbeat = runtime.fault_tolerance == "heartbeat"
     floor_s = math.inf if strategy.needs_all else session.overrides.heartbeat_s
     server = builder.server(shard, store, meter, writer, floor_s, by_heartbeat)
@@ -156,7 +153,7 @@ def _serve(
     def restore() -> None:
         with restoring(session.resume):
             _restore_server(session, server, store, model.layout, shard)
-        meter.go_on_from(server.counts.samples_accepted)
+        meter.go_on_from(server.counts.samples_accepted, server.counts.version)
         writer.try_out(server.state)
 
     attempt(runtime, restore)

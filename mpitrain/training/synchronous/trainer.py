@@ -198,7 +198,8 @@ class Trainer:
         go_on(self.session, stepper.ticks, stepper.schedule, state.get("ticks"), stepper.samples)
         if stepper.ema is not None:
             stepper.ema.restore(state.get("ema"))
-        self.meter = Meter(self.session.report, num_warmup(self.num_steps - stepper.step), stepper.samples)
+        warmup = num_warmup(self.num_steps - stepper.step)
+        self.meter = Meter(self.session.report, warmup, stepper.samples, stepper.step)
 
     def keep(self) -> RecoveryState:
         """What this rank goes on from should others have died in this step: everything as when all last held the same,
