@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import socket
 
 import pytest
 
@@ -14,7 +15,10 @@ from tests.mpi.cases import launch_program
 
 @pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.extended)])
 def test_members_meet_alone_and_a_child_of_theirs_is_refused(tmp_path, mpi):
-    run = launch_program(3, "parts_and_children", str(tmp_path), mpi=mpi).check()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    run = launch_program(3, "parts_and_children", str(tmp_path), port, mpi=mpi).check()
     assert [out.strip() for out in run.ranks_out] == ["apart", "together", "together"]
 
 

@@ -1,6 +1,7 @@
-"""Ranks 1 and 2 of three make a group of their own in a store, and a forked child is refused; rank 0 makes none.
+"""Ranks 1 and 2 of three make a group of their own in a store, and a forked child is refused; then another one by
+MASTER_ADDR, as under torchrun, in which they train. Rank 0 makes none.
 
-Arguments: a folder.
+Arguments: a folder, a port that is free.
 """
 
 import os
@@ -78,5 +79,14 @@ work.wait()
 assert received.item() == 8.0 - member
 dist.all_reduce(tensor)
 assert tensor.tolist() == [4.0] * 3, "no child was counted"
+dist.destroy_process_group()
+
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2], "RANK": str(member), "WORLD_SIZE": "2"}
+dist.init_process_group("mpi4py", init_method="env://", timeout=timedelta(seconds=60))
+assert (dist.get_rank(), dist.get_world_size(), start().size) == (member, 2, 2)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1, bias=False))
+model(torch.full((1, 3), float(rank))).sum().backward()
+assert model.module.weight.grad.tolist() == [[1.5] * 3], "the mean of ranks 1 and 2"
+dist.barrier()
 dist.destroy_process_group()
 print("together")
