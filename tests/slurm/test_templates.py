@@ -82,7 +82,9 @@ def test_each_template_trains(site: Site) -> None:
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_sbatch_takes_what_is_rendered(site: Site, kind: str) -> None:
-    sizes = ["--set", "nodes=2", "--set", "gpus_per_node=1", "--set", "sweep=sweep.txt"]
+    sweep = site.folder / f"{kind}.txt"
+    sweep.write_text("--lr 2e-3\n--lr 1e-3\n")
+    sizes = ["--set", "nodes=2", "--set", "gpus_per_node=1", "--set", f"sweep={sweep.name}"]
     script = site.folder / f"{kind}.rendered"
     job = ["jobs/digits.py", "--epochs", "3"]
     job += ["--strategy", "async(servers=1)"] if kind == "hetjob" else []  # it has nodes for servers
