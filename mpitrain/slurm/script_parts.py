@@ -241,7 +241,7 @@ DEAF=(bash -c 'trap "" USR1; exec "$@"' rank)
 
 LAUNCH = """\
 launch() { # runs its arguments as the ranks of $RUN_DIR/hosts
-    local ranks nodes most code=0 fate=(--kill-on-bad-exit=1 --wait=60) out=(--unbuffered) log='' shown=0
+    local ranks nodes most code=0 fate=(--kill-on-bad-exit=1 --wait=60) out=(--unbuffered) log='' shown=0 shows
     ranks=$(wc -l <"$RUN_DIR/hosts")
     nodes=$(sort -u "$RUN_DIR/hosts" | wc -l)
     most=$(sort "$RUN_DIR/hosts" | uniq -c | sort -rn | awk 'NR == 1 { print $1 }')
@@ -260,14 +260,18 @@ launch() { # runs its arguments as the ranks of $RUN_DIR/hosts
             log=$RUN_DIR/output/$(head -n 1 "$RUN_DIR/hosts").txt
             : >>"$log"
             out=(--output="$RUN_DIR/output/%N.txt" --open-mode=append)
-            tail -n 0 -s 0.2 -f "$log" &
-            shown=$!
+            exec {shown}<"$log" # one place in the file for all that read here
+            cat <&"$shown" >/dev/null # an earlier start's
+            (while sleep 0.5; do cat <&"$shown"; done) &
+            shows=$!
         fi
         run "${LAUNCH[@]}" --nodes="$nodes" --ntasks="$ranks" --distribution=arbitrary --cpus-per-task="$cores" \\
             --overlap "${fate[@]}" "${out[@]}" "${BIND[@]}" "$@" || code=$?
         if ((shown)); then
+            kill "$shows" 2>/dev/null || true
             sleep 1
-            kill "$shown" 2>/dev/null || true
+            cat <&"$shown"
+            exec {shown}<&-
         fi
         if [[ ${MPITRAIN_FT:-} == heartbeat && -e $RUN_DIR/result.json ]]; then # srun's code is that of the dead
             code=$(sed -n 's/^ *"exit_code": \\([0-9]*\\),*$/\\1/p' "$RUN_DIR/result.json")
