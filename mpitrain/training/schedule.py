@@ -77,7 +77,7 @@ def report_end_of(session: Session, ticks: Ticks, schedule: Progress | None) -> 
     """Name the tick behind which a torch scheduler that ends before the run keeps its last rates."""
     if not isinstance(schedule, TorchSchedule) or schedule.last_tick is None:
         return
-    limited = session.overrides.steps is not None
-    num_ticks = ticks.at(session.total_samples()) if limited else ticks.at_end(session.job.epochs)
+    steps = session.overrides.steps
+    num_ticks = ticks.at_end(session.job.epochs) if steps is None else steps
     if num_ticks - 1 > schedule.last_tick:
         session.report.event("schedule ends before the run", tick=schedule.last_tick, ticks=num_ticks)

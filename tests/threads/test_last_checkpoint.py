@@ -21,7 +21,8 @@ def train(path, strategy, **options):
         if name in options
     }
     job = toy.make_job(**fields)
-    return mt.train(job, parse(strategy, "strategy"), threads=2, run_dir=str(path), quiet=True, **options)
+    options = {"threads": 2, **options}
+    return mt.train(job, parse(strategy, "strategy"), run_dir=str(path), quiet=True, **options)
 
 
 def events(path):
@@ -93,3 +94,11 @@ def test_samples_are_those_that_were_accepted_whatever_a_checkpoint_is_called(tm
     again = train(tmp_path, "sync()", checkpoint_every="20", model=toy.normed, steps=2, resume="auto")
     assert (again["samples"], again["leg_samples"]) == (24, 0)
     assert [row["samples"] for row in events(tmp_path) if row["event"] == "resume"] == [24]
+
+
+@pytest.mark.parametrize(("first", "then"), [(3, 1), (1, 3)])
+def test_steps_that_are_left_are_steps_of_the_workers_that_are_there_now(first, then, tmp_path):
+    begun = train(tmp_path, "sync()", threads=first, steps=3)
+    more = train(tmp_path, "sync()", threads=then, steps=6, resume="auto")
+    assert (begun["steps"], begun["samples"], more["steps"]) == (3, 48 if first == 3 else 18, 6)
+    assert more["leg_samples"] == (3 * 6 if then == 1 else 18 + 12 + 18)

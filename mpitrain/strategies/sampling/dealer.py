@@ -315,6 +315,12 @@ class BatchDealer:
         later = {epoch for epoch, _, _ in found if epoch > self.epoch}
         self.taken |= {epoch: anywhere.runs(epoch) for epoch in later}
 
+    def allow(self, num_batches: int) -> None:
+        """After `restore`: so many are still to be taken, with what was dealt before and comes again."""
+        held = [lease for leases in (*self.kept.values(), self.returned) for lease in leases]
+        again = sum(-(-lease.num_samples // (lease.batch_size or self.batch_size)) for lease in held)
+        self.num_batches = self.num_dealt - again + num_batches
+
     def settle(self, worker: int) -> Lease:
         """`worker` has handed in the gradient of its oldest lease."""
         leases = self.outstanding[worker]

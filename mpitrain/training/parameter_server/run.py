@@ -29,6 +29,7 @@ from mpitrain.roles.replay import record, recording
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
 from mpitrain.roles.server.resharding import num_row_pieces, processed_by, reshard_role
 from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.ticks import Law
 from mpitrain.training import signals
 from mpitrain.training.averaged_model import join_parts, save_part
 from mpitrain.training.deliver import save_final
@@ -217,7 +218,18 @@ def _restore_server(session: Session, server: Server, store: AnyStore, layout: L
     role = restore_shard(session.resume, server, store, layout, shard)
     if role is not None:
         go_on(session, server.ticks, server.schedule, role.get("ticks"), server.applied_samples)
+        _limit(session, server, role.get("ticks"))
     report_end_of(session, server.ticks, server.schedule)
+
+
+def _limit(session: Session, server: Server, saved: dict[str, Any] | None) -> None:
+    """Under `--steps`, where a step is of other workers or batches now: those that are left are of today's."""
+    assert server.ticks is not None, "of a job"
+    steps, dealer = session.overrides.steps, server.leases.dealer
+    if steps is None or dealer is None or saved is None or Law(*saved["law"]) == server.ticks.law:
+        return
+    left = max(0, steps - server.ticks.at(server.applied_samples))
+    dealer.allow(left * session.strategy.num_replicas(len(session.roles.workers)))
 
 
 def restore_shard(
