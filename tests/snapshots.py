@@ -24,7 +24,7 @@ import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -248,9 +248,7 @@ def collect() -> dict[str, bytes]:
         num_questions += {"asked": len(ASKED), "checked": len(CHECKED) * (len(WORLDS) - 1) + 1, "made": 1}[
             kind
         ]
-    lines = [f"{strategy}\t{' '.join(row)}\n" for strategy, row in rows.items()]
-    files["strategies.txt.gz"] = gzip.compress("".join(lines).encode(), mtime=0)
-    files["refusals.txt"] = _sets_text(sets).encode()
+    files |= refusal_files(rows, sets)
     print(
         f"{len(helps())} helps, {len(rows)} strategies, {num_questions} questions, {len(sets)} different sets of "
         "answers"
@@ -258,12 +256,19 @@ def collect() -> dict[str, bytes]:
     return files
 
 
-def _sets_text(sets: Mapping[str, tuple[str, str, Answers]]) -> str:
+def refusal_files(
+    rows: Mapping[str, Sequence[str]], sets: Mapping[str, tuple[str, str, Answers]]
+) -> dict[str, bytes]:
+    """Of each strategy which sets are its answers, and the sets."""
+    whose = [f"{strategy}\t{' '.join(row)}\n" for strategy, row in rows.items()]
     lines = []
     for digest, (strategy, kind, answers) in sets.items():
         lines.append(f"{digest} {kind}, such as {strategy}")
         lines += [f"    {question}: {json.dumps(text)}" for question, text in answers.items()]
-    return "\n".join(lines) + "\n"
+    return {
+        "strategies.txt.gz": gzip.compress("".join(whose).encode(), mtime=0),
+        "refusals.txt": ("\n".join(lines) + "\n").encode(),
+    }
 
 
 def differences(recorded: Mapping[str, bytes], seen: Mapping[str, bytes]) -> Iterator[str]:
