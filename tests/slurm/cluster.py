@@ -64,6 +64,7 @@ KillWait=10
 SlurmdTimeout=15
 ReturnToService=2
 MinJobAge=3600
+FirstJobId={first_job}
 PropagateResourceLimits=NONE
 {nodes}
 PartitionName=gpu Nodes={names} Default=YES MaxTime=INFINITE State=UP
@@ -176,6 +177,8 @@ class Cluster:
             nodes=nodes,
             names=",".join(self.names),
             first=self.names[0],
+            # Open MPI names the memory that ranks of a node share by host and job, so jobs of two clusters must differ.
+            first_job=1000 * random.SystemRandom().randrange(1, 60_000),
         )
         (self.root / "slurm.conf").write_text(conf + self.conf)
         (self.root / "gres.conf").write_text(
