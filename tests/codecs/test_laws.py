@@ -275,6 +275,14 @@ def test_qsgd_is_unbiased_and_within_its_variance():
     assert ((total / draws - x).abs() <= 6 * spread).all()
 
 
+def test_what_is_a_level_of_qsgd_already_is_sent_as_it_is_whatever_is_drawn():
+    """Draws lie between 0 and 1: of half a million of them, 8 are the least and 8 the largest there is."""
+    x = torch.arange(1 << 19).remainder(9).sub(4).div(4)
+    q = torch.zeros_like(x)
+    add_message(make_encoder(strategies.QSGD(levels=4, dense_below=0)).encode(whole(x)), whole(q))
+    assert torch.equal(q, x)
+
+
 def test_residuals_dealt_to_another_number_of_workers_keep_their_mean():
     """4 workers' states to 2 and to 6: the sum over workers / workers stays; who gets none has the others' step."""
     from mpitrain.model.codec_registry import merge_states

@@ -11,18 +11,21 @@ from torch.utils.checkpoint import checkpoint
 
 import mpitrain as mt
 from mpitrain.codecs import Part
-from mpitrain.errors import UsageError
+from mpitrain.embedding.sections import Section, What, join
+from mpitrain.errors import UsageError, WireError
 from mpitrain.model import compiling, flat_model
 from mpitrain.model.buffers import VariableBuffer
 from mpitrain.model.codec_registry import make_encoder
 from mpitrain.model.flat import all_finite
 from mpitrain.model.optimizer import Rates, attached_schedulers, coupled_decays, scaled, state_bytes
+from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.model.push_codec import PushDecoder, fields_of
 from mpitrain.model.torch_scheduler import TorchSchedule
 from mpitrain.model.user_code import _check_metrics, unused_parameters
 from mpitrain.strategies.ticks import Law, Ticks
 from mpitrain.training.measure import build
 from tests import toy
+from tests.model.test_tabled_shard import made
 
 
 @pytest.mark.parametrize("how, backend", [(True, "inductor"), ("eager", "eager"), (False, None), ("", None)])
@@ -144,3 +147,59 @@ def test_stepping_a_torch_scheduler_alone_says_nothing_and_a_factor_goes_by_epoc
             for samples, rate in ((0, 1.0), (7, 1.0), (8, 0.5), (16, 0.25), (8, 0.5)):
                 found = schedule.options_at(samples) if ask == "options" else schedule.factor(samples / 16, 2)
                 assert [group["lr"] for group in found] == [rate]
+
+
+# ---- what travels
+
+
+@pytest.mark.parametrize("values", [torch.zeros(3), torch.zeros(4, dtype=torch.float16), torch.zeros(5)])
+def test_a_push_of_other_numbers_than_a_shard_has_is_refused_by_name(values):
+    _, model, (store,) = made(True, "sgd", mt.Sync())
+    message = join([Section(What.DENSE, values=values)], model.lookups.sizes(0))
+    with pytest.raises(WireError, match="rank 2 pushes"):
+        store.arrive(2, VariableBuffer(message))
+    whole = join([Section(What.DENSE, values=torch.ones(4))], model.lookups.sizes(0))
+    payload = VariableBuffer(whole)
+    assert store.arrive(2, payload).dense.body.tolist() == [1.0] * 4 and payload.wire_buffer.users == 0
+
+
+@pytest.mark.parametrize("topology, mixes", [("ring", True), ("full", False)])
+def test_what_a_peer_keeps_back_is_told_as_its_rule_keeps_it(topology, mixes):
+    strategy = mt.Decentralized(topology, codec=mt.TopK(density=0.25, dense_below=0))
+    job = toy.make_job()
+    module, optimizer = build(job, None, torch.device("cpu"))
+    reader = job.data.reader(None, 0)
+    replica = PeerReplica(
+        flat_model(module, optimizer, mt.Sync()),
+        optimizer,
+        strategy,
+        3,
+        0,
+        job.loss,
+        reader.batch,
+        reader.prefetch,
+        0,
+    )
+    assert strategy.mixes == mixes and "residual_norm" not in replica.statistics()
+    replica.update()
+    replica._kept = 7.0
+    told = replica.statistics(with_norm=True)["residual_norm"]
+    assert told == (7.0 if mixes else replica.encoder.residual_norm())
+
+
+@pytest.mark.parametrize("codec", [mt.TopK(density=0.25, dense_below=0), mt.QSGD(dense_below=0)])
+def test_a_copy_that_others_hold_comes_to_what_it_is_a_copy_of(codec):
+    """Each message is of the difference alone: what the one before did not say is in it, and counts once."""
+    job = toy.make_job(model=toy.linear_float32, loss=toy.linear_loss)
+    module, optimizer = build(job, None, torch.device("cpu"))
+    model, reader = flat_model(module, optimizer, mt.Sync()), job.data.reader(None, 0)
+    strategy = mt.Decentralized("ring", codec=codec)
+    replica = PeerReplica(model, optimizer, strategy, 3, 0, job.loss, reader.batch, reader.prefetch, 0)
+    replica._copy_of(0)
+    replica.x.add_(torch.arange(1.0, replica.x.numel() + 1))
+    left = [float((replica.x - replica._copy_of(0)).norm())]
+    for _ in range(12):
+        replica.copy(0, replica.update())
+        left.append(float((replica.x - replica._copy_of(0)).norm()))
+    assert left[-1] < 1e-3 * left[0]
+    assert isinstance(codec, mt.QSGD) or (left == sorted(left, reverse=True) and left[8] < 1e-5)

@@ -35,7 +35,10 @@ ALSO = {
     "mpitrain/model/push_codec.py": ["tests/model/test_model_laws.py", "tests/virtual/test_push_codecs.py"],
     "mpitrain/model/reshard.py": ["tests/virtual/test_resharding.py"],
     "mpitrain/model/step_hooks.py": ["tests/virtual/test_step_hooks.py"],
-    "mpitrain/model/tabled_shard.py": ["tests/virtual/test_served_tables.py"],
+    "mpitrain/model/tabled_shard.py": [
+        "tests/model/test_model_laws.py",
+        "tests/virtual/test_served_tables.py",
+    ],
     "mpitrain/model/torch_scheduler.py": [
         "tests/model/test_model_laws.py",
         "tests/virtual/test_schedulers.py",
@@ -68,6 +71,10 @@ ALSO = {
     "mpitrain/strategies/parameter_server/softsync.py": ["tests/strategies/test_policy_laws.py"],
     "mpitrain/strategies/parameter_server/staleness.py": ["tests/strategies/test_policy_laws.py"],
     "mpitrain/strategies/sampling/epoch_steps.py": ["tests/strategies/test_policy_laws.py"],
+    "mpitrain/model/peer_replica.py": ["tests/model/test_model_laws.py"],
+    "mpitrain/codecs/qsgd.py": [
+        "tests/codecs/test_laws.py::test_what_is_a_level_of_qsgd_already_is_sent_as_it_is_whatever_is_drawn"
+    ],
 }
 _STARTS = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec")
 

@@ -22,8 +22,13 @@ import numpy
 import pytest
 import safetensors.torch
 import torch
+import torch._dynamo
 
-IMPORTED = (h5py, hypothesis, numpy, pytest, safetensors.torch, torch)
+IMPORTED = (h5py, hypothesis, numpy, pytest, safetensors.torch, torch, torch._dynamo)
+hypothesis.settings.register_profile(  # an example that fails is enough: none is looked for that is smaller
+    "mutants", phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
+)
+hypothesis.settings.load_profile("mutants")
 _OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-m", ""]
 
 
