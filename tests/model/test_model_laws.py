@@ -14,6 +14,7 @@ from mpitrain.codecs import Part
 from mpitrain.embedding.sections import Section, What, join
 from mpitrain.errors import UsageError, WireError
 from mpitrain.model import compiling, flat_model
+from mpitrain.model.activation_checkpointing import _recomputing, checkpoint_activations
 from mpitrain.model.buffers import VariableBuffer
 from mpitrain.model.codec_registry import make_encoder
 from mpitrain.model.flat import all_finite
@@ -51,6 +52,16 @@ def test_a_message_that_was_added_up_is_given_back_and_counted():
         assert payload.wire_buffer.users == 0 and torch.equal(total, number * numbers)
         assert decoder.num_messages == number
     assert decoder.statistics()["decode_ms"] == pytest.approx(1e3 * decoder.codec_s / 2)
+
+
+def test_layers_that_recompute_are_kept_from_the_compiler_where_it_cannot_put_their_buffers_back():
+    for compiled in (False, True, "in part"):
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        if compiled == "in part":
+            module[0]._compiled_call_impl = module[0]._call_impl
+        checkpoint_activations(module, True, compiled is True)
+        assert type(module[0]) is _recomputing(nn.Linear, False, False)
+        assert type(module[1]) is _recomputing(nn.BatchNorm1d, True, bool(compiled))
 
 
 # ---- gradients and optimizers

@@ -216,8 +216,9 @@ class Campaign:
 
 
 def _are_one(named: str, failed: str) -> bool:
-    """Whether a test that the table names is what has failed, or holds it, or is held by it."""
-    return f"{failed}::".startswith(f"{named}::") or named.startswith(f"{failed}::")
+    """Whether a test that the table names is what has failed, or holds it, or is held by it; by the beginning of its
+    name, which may have been cut."""
+    return failed.startswith(named) or bool(failed) and named.startswith(failed)
 
 
 def summary(sample: Sequence[Mutant], known: dict[str, Row]) -> tuple[list[str], float]:

@@ -75,6 +75,9 @@ ALSO = {
     "mpitrain/codecs/qsgd.py": [
         "tests/codecs/test_laws.py::test_what_is_a_level_of_qsgd_already_is_sent_as_it_is_whatever_is_drawn"
     ],
+    "mpitrain/model/activation_checkpointing.py": ["tests/model/test_model_laws.py"],
+    "mpitrain/strategies/schedules.py": ["tests/strategies/test_policy_laws.py"],
+    "mpitrain/roles/server/resharding.py": ["tests/virtual/test_resharding.py"],
 }
 _STARTS = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec")
 

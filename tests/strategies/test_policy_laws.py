@@ -10,6 +10,7 @@ from mpitrain.strategies.base import NOTHING, Verdict
 from mpitrain.strategies.checkpoint_policy import Cadence, CheckpointPolicy, read_policy
 from mpitrain.strategies.parameter_server.staleness import ShardCounts
 from mpitrain.strategies.sampling.epoch_steps import EpochSteps, Layout
+from mpitrain.strategies.schedules import ByFunction
 from mpitrain.strategies.validation_policy import (
     EVERY_EPOCH,
     ValidationCadence,
@@ -147,3 +148,12 @@ def test_less_than_a_round_is_left_out_where_an_epoch_has_a_whole_one(num_sample
     assert (
         EpochSteps(num_samples, 4, 2, 100, False, Layout({}, num_samples - 4), [0, 1]).step(0, 0) is not None
     )
+
+
+def test_a_schedule_by_a_function_is_that_function():
+    def halved(epochs, workers):
+        return workers * 0.5**epochs
+
+    schedule = ByFunction(halved)
+    assert schedule.factor(2.0, 3) == 0.75 and schedule.factor(0.0, 1) == 1.0
+    assert str(schedule) == repr(schedule) == "halved" and str(ByFunction(print)) == "print"
