@@ -151,11 +151,13 @@ def new_axes(labels: tuple[str, str], height: float = 3.0) -> tuple[Any, Any]:
 
 def to_svg(figure: Any, axes: Any, legend: bool) -> str:
     """The figure as text; `legend`: with one, where lines have labels."""
-    import matplotlib
+    import matplotlib.text
 
     if legend and axes.get_legend_handles_labels()[0]:
         for text in axes.legend(fontsize="small", frameon=False).get_texts():
             text.set_parse_math(False)
+    for text in figure.findobj(matplotlib.text.Text):  # matplotlib draws letters only
+        text.set_text(printable(text.get_text()))
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mpitrain"}):
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})

@@ -113,9 +113,10 @@ def all_durably_replaced(*paths: Path) -> Iterator[tuple[Path, ...]]:
 
 
 def write_whole(path: Path, text: str, tag: str = "tmp") -> None:
-    """Write a small file for other processes to read: they see the old text or the new one."""
+    """Write a small file for other processes to read: they see the old text or the new one. A name that is no text
+    (bytes of a file's name that are no letters) stands in it escaped."""
     with replaced(path, tag) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_durable(path: Path, data: bytes) -> None:

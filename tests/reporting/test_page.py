@@ -15,6 +15,7 @@ from mpitrain import Async, simulate
 from mpitrain.cli import main as cli
 from mpitrain.errors import UsageError
 from mpitrain.reporting import figures
+from mpitrain.reporting.figures import new_axes, to_svg
 from mpitrain.reporting.page import page, write_page
 from mpitrain.reporting.run_files import read_runs
 from tests import toy
@@ -281,3 +282,10 @@ def test_a_line_is_broken_where_training_went_back_also_by_time(tmp_path: Path) 
         {"at_s": float(at), "samples": samples, "loss": 1.0} for at, samples in enumerate((10, 20, 10, 20))
     ]
     assert [len(xs) for xs, _ in figures._pieces(rows, "at_s", "loss")] == [2, 2]
+
+
+def test_a_figure_shows_names_that_are_no_text_escaped():
+    figure, axes = new_axes(("x\udcff", "y\ud800"))
+    axes.plot([1, 2], [1, 2], label="run\udc80")
+    drawn = to_svg(figure, axes, legend=True)
+    assert all(escaped in drawn for escaped in ("x\\udcff", "y\\ud800", "run\\udc80"))
