@@ -47,6 +47,26 @@ def step_time() -> str:
     return table(head, *body) + "\n\n" + origin(*found.values())
 
 
+def guard_cost() -> str:
+    found = newest("guard_cost", "model")
+    head = (
+        "one training step, 2 workers", "tensors", "plain, ms", "guarded / plain (95 %)", "again / plain (95 %)",
+        "a comparison, ms",
+    )  # fmt: skip
+    body = []
+    for (model,), row in found.items():
+        times, ratios = row["median_ms"], row["ratio_to_plain"]
+        body.append(
+            [model, str(row["tensors"]), f"{times['plain']:.1f}", spread(ratios["guarded"]), spread(ratios["again"]),
+             f"{times['comparison']:.2f}"]
+        )  # fmt: skip
+    loads = ", ".join(f"{row['load_before']:.1f}" for row in found.values())
+    told = (
+        f"`again` is a second model without a guard. Load of the machine's 2 cores before the run: {loads}."
+    )
+    return table(head, *body) + "\n\n" + told + "\n\n" + origin(*found.values())
+
+
 def server() -> str:
     ways = ("ours", "bare mpi4py", "torch RPC")
     found = {key: row for key, row in newest("server", "megabytes", "servers").items() if key[1]}
@@ -522,6 +542,7 @@ def threads() -> str:
 # program -> its commands and what is made of its rows
 PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "step_time": (["mpitrain launch -n 3 benchmarks/step_time.py"], step_time),
+    "guard_cost": (["mpitrain launch -n 2 benchmarks/guard_cost.py"], guard_cost),
     "server": (["mpitrain launch -n 7 benchmarks/server.py"], server),
     "collectives": (
         ["mpitrain launch -n 2 benchmarks/collectives.py",

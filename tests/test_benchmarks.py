@@ -14,6 +14,7 @@ from tests.ranks import ROOT, find_mpi, run_plain, run_ranks
 from tests.sampling import sampled
 
 BENCHMARKS = {
+    "guard_cost": (2, ["--rounds", "1", "--block", "1", "--model", "transformer"]),
     "packing": (2, ["--rounds", "1", "--megabytes", "1"]),
     "codec_cost": (1, ["--numbers", "50000", "--settle", "2", "--rounds", "2"]),
     "rates": (1, ["--workers", "8", "--seeds", "1", "--epochs", "1", "--rounds", "1", "--speeds", "unequal"]),
@@ -259,6 +260,12 @@ def check_step_time(out, rows):
     assert set(row["median_ms"]) == ways
     assert set(row["allreduce_over"]) == {"side by side", "side by side + Allreduce"}
     assert all(way in out for way in row["median_ms"])
+
+
+def check_guard_cost(out, rows):
+    (row,) = rows
+    assert set(row["median_ms"]) == {"plain", "guarded", "again", "comparison"} and row["tensors"] == 50
+    assert all(way in out and len(row["ratio_to_plain"][way]) == 3 for way in ("guarded", "again"))
 
 
 def check_stragglers(out, rows):
