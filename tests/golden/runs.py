@@ -105,8 +105,10 @@ _EVERYTHING = {
     "clip_norm": 0.3, "clip_value": 0.05, "ema": 0.7, "validate_ema": True, "accumulate": 2, "scheduler": "one cycle",
     **_BEST,
 }  # fmt: skip
+_AT_ONCE = {key: value for key, value in _EVERYTHING.items() if key != "accumulate"}
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
+    "all at once": _AT_ONCE,
     "everything": _EVERYTHING,
     "everything in bfloat16": {**_EVERYTHING, **_DROPPING, "precision": "bfloat16", "scheduler": "warm up"},
     "adam": {"optimizer": "adam", "schedule": "decay"},
@@ -134,6 +136,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "statistics of all": {"model": "normed", "sync_batchnorm": True, **WHOLE_MODELS},
     "looked up": {"model": "looked up", "optimizer": "plain", **WHOLE_MODELS},
     "looked up, everything": {"model": "looked up", "optimizer": "plain", **_EVERYTHING, **WHOLE_MODELS},
+    "looked up, by value": {
+        "model": "looked up", "optimizer": "plain", "clip_value": 0.05, "ema": 0.7, **_BEST, **WHOLE_MODELS,
+    },
     "looked up as dense": {"model": "looked up", "sparse_as_dense": True, **WHOLE_MODELS},
     "served": {"model": "served", "optimizer": "plain", "clip_value": 0.05, **WHOLE_MODELS},
     "collected": {"metrics": "collected"},
@@ -143,8 +148,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "several optimizers": {"step": "by turns", **WHOLE_MODELS},
 }  # fmt: skip
 FEW = ("plain", "everything", "everything in bfloat16", "adam", "looked up, everything")
-GONE_ON = ("plain", "everything", "adam", "normed", "looked up", "dropping", "best", "windows")
-FROM_RECORDED = ("plain", "everything", "looked up")
+FEW_AT_ONCE = ("plain", "all at once", "adam", "looked up")  # of those that add up batches in their own way
+FEW_OF_TABLES = ("looked up", "looked up, by value", "served", "everything")
+GONE_ON = (
+    "plain", "everything", "all at once", "adam", "normed", "looked up", "looked up, by value", "dropping", "best",
+    "windows",
+)  # fmt: skip
+FROM_RECORDED = ("plain", "everything", "all at once", "looked up")
 
 _DAMPINGS = ("inverse()", "power(1.0)", "drop(limit=1)", "delay_compensated()", "gap_aware()")
 MAIN_TOGETHER = ("allreduce()", "sync()", "localsgd(period=2)", "decentralized()")
@@ -214,13 +224,21 @@ def all_runs() -> list[Run]:
     return [*_virtual(), *_real(THREADS, ()), *_real(MPI, MAIN_SPLIT), *_on_four(), *_replays()]
 
 
+def few(text: str) -> tuple[str, ...]:
+    """A few features under this strategy, most of which it does not refuse."""
+    if text.startswith("hybrid"):
+        return FEW_OF_TABLES
+    adds_up = ("push_every" in text and not text.startswith("elastic")) or text.startswith("pipeline")
+    return FEW_AT_ONCE if adds_up else FEW
+
+
 def _virtual() -> Iterator[Run]:
     for text in (*MAIN_TOGETHER, *MAIN_SPLIT, *MAIN_ALONE):
         yield from (Run(VIRTUAL, 2 if text in MAIN_SPLIT else 3, text, feature) for feature in FEATURES)
     for text in (*TOGETHER, *ALONE, *OF_SEVERAL, *ONLY_VIRTUAL):
-        yield from (Run(VIRTUAL, 3, text, feature) for feature in FEW if "pipeline" not in text)
-    yield from (Run(VIRTUAL, 4, text, feature) for text in (*ON_FOUR, AGGREGATED) for feature in FEW)
-    yield from (Run(VIRTUAL, 2, ONLY_VIRTUAL[-1], feature) for feature in FEW)
+        yield from (Run(VIRTUAL, 3, text, feature) for feature in few(text) if "pipeline" not in text)
+    yield from (Run(VIRTUAL, 4, text, feature) for text in (*ON_FOUR, AGGREGATED) for feature in few(text))
+    yield from (Run(VIRTUAL, 2, ONLY_VIRTUAL[-1], feature) for feature in FEW_AT_ONCE)
 
 
 def _real(world: str, split: tuple[str, ...]) -> Iterator[Run]:
@@ -230,7 +248,7 @@ def _real(world: str, split: tuple[str, ...]) -> Iterator[Run]:
         for feature in FEATURES:
             yield from _course(Run(world, workers, text, feature), feature in GONE_ON)
     for text in (*TOGETHER, *ALONE):
-        for feature in FEW:
+        for feature in few(text):
             yield from _course(Run(world, 1 if text in ALONE else 2, text, feature), feature in GONE_ON)
     for text in MAIN_TOGETHER:
         for feature in ("everything", "adam"):
@@ -243,13 +261,14 @@ def _real(world: str, split: tuple[str, ...]) -> Iterator[Run]:
 
 
 def _on_four() -> Iterator[Run]:
-    for feature in FEW:
-        for text in ON_FOUR:
+    for text in ON_FOUR:
+        for feature in few(text):
             whole = Run(MPI, 4, text, feature)
             yield from _course(whole, feature in GONE_ON)
             if feature in GONE_ON:
                 fewer = "sharded()" if text == "sharded(replicas=2)" else text
                 yield Run(MPI, 2, fewer, feature, "resumed with fewer workers", whole.key)
+    for feature in FEW:
         yield from _course(Run(MPI, 2, AGGREGATED, feature), feature in GONE_ON)
 
 
@@ -265,7 +284,7 @@ def _replays() -> Iterator[Run]:
     """Runs whose order is left to chance, each repeated in its own order; and orders that were recorded."""
     for world in (THREADS, MPI):
         for text in REPLAYS:
-            for feature in REPLAYED_FEATURES:
+            for feature in FEW_AT_ONCE[:2] if "push_every" in text else REPLAYED_FEATURES:
                 fresh = Run(world, 3, text, feature, FRESH)
                 yield fresh
                 yield Run(VIRTUAL, 3, text, feature, f"{REPLAYED} of {world}", fresh.key)
