@@ -266,7 +266,7 @@ def main() -> int:
         sample = drawn(list(all_mutants(copies[0].folder)))
         campaign = Campaign(copies)
         todo = [one for one in sample if options.only in one.path and not options.show]
-        todo.sort(key=lambda one: one.key in campaign.known)  # what is new comes first
+        todo.sort(key=lambda one: one.key not in campaign.known)  # first what new tests may see
 
         def in_time(work: Callable[[Any], None]) -> Callable[[Any], None]:
             return lambda one: work(one) if time.monotonic() < until_s else None
