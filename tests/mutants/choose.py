@@ -78,6 +78,7 @@ ALSO = {
     "mpitrain/model/activation_checkpointing.py": ["tests/model/test_model_laws.py"],
     "mpitrain/strategies/schedules.py": ["tests/strategies/test_policy_laws.py"],
     "mpitrain/roles/server/resharding.py": ["tests/virtual/test_resharding.py"],
+    "mpitrain/strategies/sampling/dealer.py": ["tests/strategies/test_dealing_laws.py"],
 }
 _STARTS = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec")
 
