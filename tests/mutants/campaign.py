@@ -135,7 +135,7 @@ class Campaign:
     """What is known, and what is found out."""
 
     def __init__(self, copies: Sequence[Copy]):
-        self.known, root = results(), copies[0].folder
+        self.known, self.same, root = results(), equivalents(), copies[0].folder
         self._free: SimpleQueue[Copy] = SimpleQueue()
         for copy in copies:
             self._free.put(copy)
@@ -168,7 +168,7 @@ class Campaign:
     def try_out(self, fault: Mutant) -> None:
         """Find out what becomes of a fault."""
         path = fault.path
-        if self.is_known(fault.key, path):
+        if self.is_known(fault.key, path) or (fault.key in self.known and fault.key in self.same):
             return
         base_s = self.known.get(path, {"cpu_s": MOST_TESTS_S})["cpu_s"]
         while True:
