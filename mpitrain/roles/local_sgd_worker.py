@@ -113,7 +113,7 @@ class LocalSGDWorker:
     def run(self) -> Role:
         """Train to the end of the course; returns this worker's counts."""
         epoch, replica = self.course.epoch, self.replica
-        self.validations.begin(epoch, replica.samples, (yield Now()))
+        self.validations.begin(epoch, replica.samples)
         yield from self._agree_to_end()
         while not replica.stopped and (turn := self.course.next()) is not None:
             if self.validations.is_due(turn.epoch, replica.samples):

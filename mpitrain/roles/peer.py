@@ -102,8 +102,7 @@ class Peer:
             if turn.num_active != self.num_active:  # the warm-up is over: the others join from the mean
                 yield from self._meet()
                 self.num_active = turn.num_active
-            now_s = (yield Now()) if self.validations.counts_seconds else 0.0
-            if self.validations.is_due(turn.epoch, turn.samples_before, now_s):
+            if self.validations.is_due(turn.epoch, turn.samples_before):
                 yield from self._validate(epoch, turn)
             epoch = turn.epoch
             self.step, self._is_stepping = turn.step, False

@@ -139,8 +139,7 @@ class Worker:
         while not self.stopped and (self.batches or not self.leased):
             lease, last = self._next_batch() if self.leased else (None, None)
             if lease:
-                now_s = (yield Now()) if self.validations.counts_seconds else 0.0
-                if self.validations.is_due(lease.epoch, self.progress, now_s):
+                if self.validations.is_due(lease.epoch, self.progress):
                     yield from self._validate(epoch)
                 epoch = max(epoch, lease.epoch)
             if not (yield from self._one_batch(lease, last, epoch)):

@@ -164,7 +164,7 @@ class LockstepRun:
                 self.saving = StepCheckpoints(virtual.checkpoints, parts, lambda: self.stepper.samples)
             self.apply_s = self._apply_s()
             self.measure = virtual.measure(self.module) if self.gradients else None
-            virtual.validations.begin(0, 0, 0.0)
+            virtual.validations.begin(0, 0)
             self._look_at_validation(not virtual.validations.policy.epochs)
             self._look_at_end()
             self._steps()
@@ -384,7 +384,7 @@ class LockstepRun:
 
     def _look_at_validation(self, epoch: int) -> None:
         validations, samples = self.virtual.validations, self.stepper.samples
-        if not validations.is_due(self.rounds.epoch, samples, 0.0):
+        if not validations.is_due(self.rounds.epoch, samples):
             return
         if self.measure is not None:
             part = self.measure.part_of(0, self.virtual.num_shares)  # the first has the largest

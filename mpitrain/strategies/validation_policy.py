@@ -57,6 +57,7 @@ class ValidationCadence:
 
     Args:
         agreed: where ranks validate together by the clock: whether they have agreed to do so now.
+        clock: in seconds; the only one that a policy in seconds goes by. By default one that stands still.
     """
 
     may_end = False  # whether a validation may end the run
@@ -64,8 +65,13 @@ class ValidationCadence:
     under_way = -1  # the samples at which a validation has begun that is not done
     _again = False
 
-    def __init__(self, policy: ValidationPolicy = EVERY_EPOCH, agreed: Callable[[], bool] | None = None):
-        self.policy, self.agreed = policy, agreed
+    def __init__(
+        self,
+        policy: ValidationPolicy = EVERY_EPOCH,
+        agreed: Callable[[], bool] | None = None,
+        clock: Callable[[], float] = float,
+    ):
+        self.policy, self.agreed, self.clock = policy, agreed, clock
         self._epochs: int | None = None
         self._samples, self._since_s = 0, 0.0
 
@@ -74,13 +80,13 @@ class ValidationCadence:
         """Whether time matters."""
         return self.policy.seconds > 0
 
-    def time_is_up(self, now_s: float) -> bool:
+    def time_is_up(self) -> bool:
         """Whether so many seconds have passed since the last validation."""
-        return self.counts_seconds and now_s - self._since_s >= self.policy.seconds
+        return self.counts_seconds and self.clock() - self._since_s >= self.policy.seconds
 
-    def begin(self, epochs: int, samples: int, now_s: float) -> None:
+    def begin(self, epochs: int, samples: int) -> None:
         """The run is here."""
-        self._epochs, self._samples, self._since_s = epochs, samples, now_s
+        self._epochs, self._samples, self._since_s = epochs, samples, self.clock()
 
     def repeat(self) -> None:
         """The last validation was broken off: one is due now."""
@@ -94,10 +100,10 @@ class ValidationCadence:
         """What `result.json` says of the validations, JSON-able."""
         return {}
 
-    def is_due(self, epochs: int, samples: int, now_s: float = 0.0) -> bool:
+    def is_due(self, epochs: int, samples: int) -> bool:
         """Whether to validate now, after so many whole epochs and accepted samples."""
         if self._epochs is None:
-            self.begin(epochs, samples, now_s)
+            self.begin(epochs, samples)
             return False
         policy, epochs = self.policy, max(epochs, self._epochs)  # what a lost worker had comes late
         due = _crossed(policy.epochs, self._epochs, epochs) or _crossed(
@@ -105,8 +111,8 @@ class ValidationCadence:
         )
         self._epochs, self._samples = epochs, samples
         if self.counts_seconds:
-            due = self.time_is_up(now_s) if self.agreed is None else self.agreed()
-            self._since_s = now_s if due else self._since_s
+            due = self.time_is_up() if self.agreed is None else self.agreed()
+            self._since_s = self.clock() if due else self._since_s
         due, self._again = due or self._again, False
         self.under_way = samples if due else self.under_way
         return due

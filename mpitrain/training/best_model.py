@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class Validations(ValidationCadence):
         agreed: Callable[[], bool] | None = None,
         writes: bool = True,
     ):
-        super().__init__(policy, agreed)
+        super().__init__(policy, agreed, time.monotonic)
         self.job, self.run_dir, self.writes = job, run_dir, writes
         self.best_by, self.may_end = job.best_by, job.patience is not None
         self._found: dict[str, Any] | None = None

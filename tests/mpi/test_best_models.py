@@ -84,3 +84,4 @@ def test_validations_by_the_clock_are_agreed_on(runs, strategy):
     assert found[strategy]["timed"]["result"]["samples"] == 12 * SAMPLES
     times_s = [row["t"] for row in found[strategy]["timed"]["validations"]]
     assert 1 <= len(times_s) <= (times_s[-1] - times_s[0]) / 0.3 + 2
+    assert found[strategy]["later"]["validations"] == [], "only what is measured at the end"

@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -293,3 +294,20 @@ def test_a_replica_that_hangs_is_named_by_its_watchdog(tmp_path, monkeypatch):
         free.set()
     assert "rank 2" in raised.value.__notes__[0]
     assert "in loss" in (tmp_path / "run" / "stacks" / "rank-2.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["allreduce()", "localsgd(period=2)", "sync()", "async(servers=2)", "elastic()", "decentralized()"],
+)
+def test_a_run_that_is_shorter_than_its_time_to_validate_validates_at_its_end_alone(tmp_path, text):
+    """Also where ranks agree on it: they ask one another twice a second, which this run takes longer than."""
+
+    def loss(model, batch):
+        time.sleep(0.05)
+        return toy.square_loss(model, batch)
+
+    job = toy.make_job(loss=loss, batch_size=4, epochs=3, validate=toy.Memory(8), validate_every="600s")
+    train(job, text, 2, tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["event"] for row in rows].count("validation") == 0

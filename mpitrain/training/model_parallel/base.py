@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -313,17 +312,17 @@ class SplitRun(Stepper):
         validations = self.validations = self.session.validations(steps_end_it=True)
         validations.writes = self.rank == 0
         validations.adopt(self.session.runtime.broadcast(validations.record if self.rank == 0 else None))
-        validations.begin(self.epoch, self.samples, time.monotonic())
+        validations.begin(self.epoch, self.samples)
         if validations.counts_seconds:
             validations.agreed = self.checkpoints.validates_now
-            self.checkpoints.wants_validation = lambda: validations.time_is_up(time.monotonic())
+            self.checkpoints.wants_validation = validations.time_is_up
         self._look_at_end()
 
     def _look_at_validation(self, epoch: int) -> None:
         """Validate, where it is time to; `epoch` is the one to report, counted from 1."""
         if self.session.validation is None:
             return
-        if self.validations.is_due(self.epoch, self.samples, time.monotonic()):
+        if self.validations.is_due(self.epoch, self.samples):
             self.session.runtime.barrier()  # others may still be training, and waiting for them is no pause
             self._compare()
             self.meter.validation(self._judged, epoch, self.samples)

@@ -10,7 +10,6 @@ samples.
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import Any
 
 import torch
@@ -129,10 +128,10 @@ class Trainer:
 
     def _clock_validations(self) -> None:
         """Where the job counts seconds, the ranks agree on when they validate."""
-        self.validations.begin(self.epoch, self.stepper.samples, time.monotonic())
+        self.validations.begin(self.epoch, self.stepper.samples)
         if self.validations.counts_seconds:
             self.validations.agreed = self.checkpoints.validates_now
-            self.checkpoints.wants_validation = lambda: self.validations.time_is_up(time.monotonic())
+            self.checkpoints.wants_validation = self.validations.time_is_up
 
     def _make_checkpoints(self) -> StepCheckpoints:
         parameters = [f"{name} {tuple(value.shape)}" for name, value in self.module.named_parameters()]
@@ -309,7 +308,7 @@ class Trainer:
     def _look_at_validation(self, epoch: int) -> None:
         """Validate together, where it is time to; `epoch` is the one to report, counted from 1."""
         samples = self.stepper.samples
-        if self.validations.is_due(self.epoch, samples, time.monotonic()):
+        if self.validations.is_due(self.epoch, samples):
             if self.measure is not None:
                 self.session.runtime.barrier()  # others may still be training, and waiting for them is no pause
                 self._compare()

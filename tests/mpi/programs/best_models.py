@@ -33,7 +33,7 @@ def slow_loss(model, batch):
 
 def train(strategy: str, folder: str, **options: Any) -> dict[str, Any]:
     job = mt.Job(
-        model=toy.three_layers, loss=slow_loss if folder == "timed" else toy.square_loss,
+        model=toy.three_layers, loss=slow_loss if folder in ("timed", "later") else toy.square_loss,
         data=DATA, validate=DATA, metrics=worsening, optimizer=lambda p: torch.optim.SGD(p, lr=0.01), epochs=6,
         batch_size=4, keep_best="<distance", checkpoint_every="26", tensor_plan={"0": "column", "2": "row"},
     )  # fmt: skip
@@ -58,5 +58,6 @@ for strategy in json.loads(sys.argv[2]):
     }
     if strategy in TIMED:
         found[strategy]["timed"] = train(strategy, "timed", validate_every="0.3s", epochs=12)
+        found[strategy]["later"] = train(strategy, "later", validate_every="600s", epochs=12)
 if runtime.rank == 0:
     (root / "found.json").write_text(json.dumps(found, default=str))
