@@ -20,6 +20,8 @@
 #                                                                    (options: make hostile ARGS="--seeds 50 --record")
 #   make mutants            plant 200 small faults, one at a time, and count those that the tests see; hours, in pieces
 #                                                                    (options: make mutants ARGS="--minutes 60 --jobs 2")
+#   make price              count what a feature costs: files, questions, parameters, lines of code
+#                                                                    (options: make price ARGS="--since HEAD~3")
 #   make docs               write the tables and figures of README.md, docs/ and benchmarks/README.md anew
 #   make slurm              a shell inside a three-node Slurm on this machine (Debian packages slurm-wlm, munge, libpmix2)
 #
@@ -45,7 +47,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test test-oldest test-torch clients tables pairs extended coverage chaos hostile mutants docs slurm lint lint-style lint-types lint-duplicates format clean
+.PHONY: help train test test-oldest test-torch clients tables pairs extended coverage chaos hostile mutants price docs slurm lint lint-style lint-types lint-duplicates format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -118,6 +120,9 @@ hostile: $(VENV)/.installed-test
 
 mutants: $(VENV)/.installed-test
 	$(VENV)/bin/python -m tests.mutants.campaign $(ARGS)
+
+price:
+	$(PYTHON) -m tests.price $(ARGS)
 
 docs: $(VENV)/.installed-test
 	$(VENV)/bin/python docs/generate.py
