@@ -79,8 +79,18 @@ class Exchange:
         if not self._awaited:
             self._begin()
         elif number not in self._awaited:
+            self._check_recomputed(number)
             self.check_whole()
         self._awaited.discard(number)
+
+    def _check_recomputed(self, number: int) -> None:
+        """What a pass leaves out is found in its graph, which does not hold what is made in the pass itself."""
+        if self.find_unused:
+            raise UsageError(
+                f"{self._trained[number][0]} is of a part that torch.utils.checkpoint(use_reentrant=True) computes "
+                "anew in the backward pass, where nobody can foresee which gradients come: say use_reentrant=False, "
+                "or, if no step leaves parameters out, mpitrain.wrap(..., find_unused_parameters=False)"
+            )
 
     def _begin(self) -> None:
         everything = range(len(self._trained))

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Autoencoder(nn.Module):
@@ -52,6 +53,13 @@ def part_alone(model: Any, batch: Any) -> torch.Tensor:
     """A layer without the rest, twice, as contrastive losses do."""
     one, other = (model.encode(scale * batch["x"].double()) for scale in (1.0, 0.5))
     return (one - other + 1).square().mean() + (model.out(one) - batch["y"]).square().mean()
+
+
+def computed_again(model: Any, batch: Any) -> torch.Tensor:
+    """With a part in the middle whose graph the backward pass makes."""
+    hidden = model.inner(batch["x"].double())
+    code = checkpoint(lambda x: torch.tanh(x) * model.scale, hidden, use_reentrant=True)
+    return (model.decode(code) - batch["y"]).square().mean()
 
 
 def encoder_alone(model: Any, batch: Any) -> torch.Tensor:

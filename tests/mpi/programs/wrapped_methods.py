@@ -17,6 +17,7 @@ from tests import toy
 from tests.mpi.cases import raises, run_cases
 from tests.mpi.model_losses import (
     Autoencoder,
+    computed_again,
     encoder_alone,
     part_alone,
     penalised,
@@ -121,6 +122,21 @@ def case_what_a_later_step_leaves_out_is_named(rt: Any) -> None:
         "does not depend on out.weight, out.bias in this step",
         lambda: step(model, optimizer, encoder_alone(model, share(1))),
     )
+    leave(rt)
+
+
+def case_layers_that_the_backward_pass_computes_anew(rt: Any) -> None:
+    """Their graph is made in the pass: it cannot be asked which parameters the pass leaves out."""
+    model, optimizer = wrapped("allreduce()")
+    raises(
+        UsageError, "use_reentrant=False, or", lambda: step(model, optimizer, computed_again(model, share(0)))
+    )
+    leave(rt)
+    (model, optimizer), (expected, own) = wrapped("allreduce()", find_unused_parameters=False), make()
+    for number in range(3):
+        step(model, optimizer, computed_again(model, share(number)))
+        step(expected, own, computed_again(expected, share(number, whole=True)))
+    same(model, expected)
     leave(rt)
 
 
