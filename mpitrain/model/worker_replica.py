@@ -3,7 +3,8 @@ the validation data.
 
 Invariants: one batch's randomness (dropout and the like) is keyed by (seed, worker, number of the batch), so
 it does not depend on timing. Several virtual workers may share one module: each then brings its own parameters and
-buffers with it.
+buffers with it. Parameters that are a worker's own for the whole run (elastic averaging) are state: who resumes keeps
+them at its first read of the servers' model.
 """
 
 from __future__ import annotations
@@ -128,21 +129,29 @@ class Replica:
         self._stepped = False  # hooks have run before a step, and not yet after it
         self._wire_buffers: list[FixedBuffer] | None = None  # the gradient to be pushed
         self._pulled: list[FixedBuffer | None] = [None] * model.layout.num_shards
+        self._resumed: dict[int, torch.Tensor] = {}  # own parameters, by shard, until that is read
+        self._kept: torch.Tensor | None = None  # own parameters, since the final model takes their place
         buffers = [buffer for buffer in model.module.buffers() if buffer is not None] if shared else []
         self._module_buffers = buffers
         self._buffers = [buffer.clone() for buffer in buffers]
 
     def load(self, shard: int, payload: Any) -> None:
-        """Take over one shard's parameters; a wire buffer of the model itself needs no copy."""
+        """Take over one shard's parameters; a wire buffer of the model itself needs no copy. Who has resumed with
+        parameters of its own keeps them instead, once."""
         payload = self._reader.take(shard, payload) if self._reader else payload
+        resumed = self._resumed.pop(shard, None)
         if not self.shared:
-            self.model.install(shard, payload)
+            if resumed is None:
+                self.model.install(shard, payload)
+            else:
+                self.model.wire_buffers[shard].body.copy_(resumed)
+                self.model.install(shard)
             payload.release()
             return
         held, self._pulled[shard] = self._pulled[shard], payload
         if self.local is not None:  # these parameters will move: nobody else may hold them
             own = held or FixedBuffer(self.model.layout.size(shard), self.model.layout.dtype)
-            own.body.copy_(payload.body)
+            own.body.copy_(payload.body if resumed is None else resumed)
             self._pulled[shard] = own
             payload.release()
         elif held is not None:
@@ -211,6 +220,22 @@ class Replica:
             self._enter()
             self._after_step()
 
+    def before_final(self) -> None:
+        """Parameters of this worker's own are kept for its state: the final model takes their place in the module."""
+        if self.owns_parameters and self._kept is None:
+            self._kept = self._own_parameters()
+
+    @property
+    def owns_parameters(self) -> bool:
+        """Whether the parameters are this worker's own for the whole run, and not those that servers hold."""
+        return self.local is not None and self.local.pushes == "parameters"
+
+    def _own_parameters(self) -> torch.Tensor:
+        """A copy of the whole vector, which says nothing of the number of shards."""
+        shards = range(self.model.layout.num_shards)
+        buffers = [self._own(shard) for shard in shards] if self.shared else self.model.current()
+        return torch.cat([buffer.body for buffer in buffers])
+
     def collect(self, loss: float, num_samples: int, share: float | None = None) -> Gradient:
         """Take up the gradients that backward left on the parameters: into wire buffers, or into a step of this
         worker's own."""
@@ -275,13 +300,18 @@ class Replica:
             own.copy_(buffer)
 
     def state(self) -> dict[str, Any]:
-        """Buffers (BatchNorm's and the like) and what the local optimizer remembers; tensors are copies."""
+        """Buffers (BatchNorm's and the like), what the local optimizer remembers, and parameters where they are this
+        worker's own; tensors are copies."""
+        own = {}
+        if self.owns_parameters:
+            own["parameters"] = self._own_parameters() if self._kept is None else self._kept
         buffers = self._buffers if self.shared else [b for b in self.model.module.buffers() if b is not None]
         return {
             "buffers": [buffer.detach().clone() for buffer in buffers],
             "local": _copied(self.local.state()) if self.local else None,
             "coder": self.coder.state() if self.coder else None,
             "remote": _copied(self.server_steps.state()) if self.server_steps else None,
+            **own,
         }
 
     @torch.no_grad()
@@ -290,6 +320,10 @@ class Replica:
         self.restore_buffers(state)
         if self.local is not None and state["local"] is not None:
             self.local.restore(state["local"])
+        if self.owns_parameters and "parameters" in state:
+            layout = self.model.layout
+            sizes = [layout.size(shard) for shard in range(layout.num_shards)]
+            self._resumed = dict(enumerate(state["parameters"].split(sizes)))
         if self.server_steps is not None:
             self.server_steps.restore(state.get("remote"))
 

@@ -114,6 +114,9 @@ class Replica(Protocol):
     def finish(self) -> None:
         """All that was pushed has been answered, and either nothing is computed after it or the state is saved."""
 
+    def before_final(self) -> None:
+        """What is loaded next is the final model; the state to be saved stays that of before."""
+
     def validate(self, samples: int | None = None) -> dict[str, float]:
         """Metrics of the present parameters; empty when there is nothing to validate. `samples`: accepted so far, where
         the figures count for the choice of the best."""

@@ -151,6 +151,7 @@ class Worker:
         if info := self.replica.statistics():
             note = {"name": "codec", "worker": self.rank, **info}
             yield Send(self.roles.dealer, Note(json.dumps(note)))
+        self._before_final()
         yield from self._broadcast(Done(self.step, self.wants_final, not self.stopped, self.next_checkpoint))
         if self.deliver is not None:
             yield from self._stay(self.deliver)
@@ -369,6 +370,7 @@ class Worker:
                     break
                 self.validates = self.wants_final = True
                 missing = set(servers)
+                self._before_final()
                 yield from self._broadcast(FinalRequest(self.step))
                 continue
             if not isinstance(message, Answer | Final):
@@ -388,6 +390,11 @@ class Worker:
                     yield Send(dealer, Delivered(self.step, json.dumps(measured)))
         yield from self._write_part()
         yield from self._broadcast(Leave(self.step, last_at))
+
+    def _before_final(self) -> None:
+        """Before it is asked for: it may be received into the very memory of what is to be saved."""
+        if self.wants_final and self.writer is not None:
+            self.replica.before_final()
 
     def take_in(self, source: int, message: Answer | Final) -> None:
         """What a server's answer says and brings."""

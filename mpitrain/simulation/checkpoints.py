@@ -273,6 +273,7 @@ def writers_over_servers(
     own = roles.workers if coded or moves or hooked else (roles.validator,)
     shard = state.parameters + (0.0 if moves else state.optimizer)
     mine = state.buffers + (state.optimizer if moves else 0.0) + (state.parameters if coded else 0.0)
+    mine += state.parameters if strategy.elastic else 0.0
     found = {
         rank: checkpoints.writer(rank, f"shard-{number}", shard * shares[rank], own)
         for number, rank in enumerate(roles.servers)

@@ -157,6 +157,9 @@ class EmptyReplica(_Steps):
     def finish(self) -> None:
         """Nothing is kept back."""
 
+    def before_final(self) -> None:
+        """Nothing to keep."""
+
 
 class EmptyPeer(_Steps):
     """A peer's model of no numbers; `message`: what it sends of a step; `model`: at a meeting."""

@@ -292,7 +292,7 @@ def _join(
     from mpitrain.training.fault_tolerance import check_own_loop
     from mpitrain.training.measure import share_module
     from mpitrain.training.parameter_server.builder import RoleBuilder
-    from mpitrain.training.parameter_server.run import restore_worker
+    from mpitrain.training.parameter_server.run import restore_worker, why_at_the_centre
     from mpitrain.training.session import assign_roles, attempt
     from mpitrain.wrapping.checkpoints import Saver, about_loop, find_run, loop_state
     from mpitrain.wrapping.server_optimizer import ServerOptimizer
@@ -309,6 +309,8 @@ def _join(
     about = about_loop(strategy, model, len(roles.workers)) | {"servers": len(roles.servers)}
     run = find_run(runtime, resume, about, same_number=False)
     found = run.found
+    if text := attempt(runtime, lambda: why_at_the_centre(found, strategy, runtime.rank)):
+        tell(f"mpitrain: own parameters: {text}")
     share_module(runtime, model)
     flat.refresh()
 

@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import mpitrain as mt
-from mpitrain.checkpoint.parts import listed
+from mpitrain.checkpoint.parts import listed, newest
+from mpitrain.model import Replica
 from mpitrain.model.trained_buffers import trained_buffers
 from mpitrain.training.measure import same_model
 from mpitrain.values import parse
@@ -63,6 +64,72 @@ def test_a_resume_is_bit_for_bit_where_workers_hold_something_of_their_own(strat
     again = train(tmp_path / "halves", strategy, resume="auto")
     assert again["resumed_from"] and parts_of(tmp_path / "halves") == parts
     assert same_model(whole["model"], again["model"])
+
+
+ELASTIC = "elastic(push_every=2,servers=2,moving_rate=0.5,push_wire='bfloat16',reply_wire='bfloat16')"
+
+
+def train_elastic(path, threads=1, epochs=3, steps=None, **options):
+    """Three exchanges an epoch, the last of a single batch, with moments, dropout and a rate that falls."""
+    job = toy.make_job(
+        model=toy.perceptron, optimizer=toy.adam, data=toy.Memory(30), epochs=epochs, checkpoint_every="1",
+        strategy=parse(ELASTIC, "strategy"), schedule=mt.Decay(every=1, by=0.5),
+    )  # fmt: skip
+    return mt.train(job, threads=threads, run_dir=str(path), quiet=True, steps=steps, **options)
+
+
+def test_an_elastic_worker_goes_on_with_parameters_of_its_own(tmp_path):
+    """From the middle of a run, and from its end, where the validator's model was the centre by then."""
+    whole = train_elastic(tmp_path / "whole")
+    train_elastic(tmp_path / "halves", steps=7)
+    middle = train_elastic(tmp_path / "halves", resume="auto")
+    train_elastic(tmp_path / "epochs", epochs=2)
+    end = train_elastic(tmp_path / "epochs", resume="auto")
+    for again in (middle, end):
+        assert again["resumed_from"] and same_model(whole["model"], again["model"])
+    found = newest(tmp_path / "epochs")
+    own, centre = (
+        found.part("worker-0")["replica"]["parameters"],
+        found.part("shard-0")["store"]["parameters"],
+    )
+    assert not torch.equal(own[: len(centre)], centre)
+
+
+def test_elastic_workers_without_parameters_of_their_own_begin_at_the_centre(tmp_path, monkeypatch):
+    """Newcomers, and all where a checkpoint is of before these were written, which is said."""
+    loaded = []
+    load = Replica.load
+
+    def watched(self, shard, payload):
+        centre = payload.body.clone()
+        load(self, shard, payload)
+        loaded.append(
+            (self.worker, torch.equal(self.model.current()[shard].body, centre.to(self.model.layout.dtype)))
+        )
+
+    monkeypatch.setattr(Replica, "load", watched)
+
+    def resumed(threads):
+        """For each worker, whether its first read after the resume has set it to the centre."""
+        loaded.clear()
+        train_elastic(tmp_path, threads, epochs=1 + threads, resume="auto")
+        return dict(reversed(loaded))
+
+    def said():
+        rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        return [row["text"] for row in rows if row["event"] == "own parameters"]
+
+    state = Replica.state
+    with monkeypatch.context() as before:
+        before.setattr(
+            Replica,
+            "state",
+            lambda self: {key: value for key, value in state(self).items() if key != "parameters"},
+        )
+        train_elastic(tmp_path, epochs=1)
+    assert resumed(1) == {0: True}
+    assert said() == ["the checkpoint holds none of the workers: all begin at the centre"]
+    assert resumed(2) == {0: False, 1: True} and len(said()) == 1
 
 
 def test_running_statistics_stay_those_of_the_validator(tmp_path):

@@ -154,6 +154,9 @@ class NumberReplica:
     def finish(self) -> None:
         pass
 
+    def before_final(self) -> None:
+        pass
+
     def validate(self, samples: int | None = None) -> dict[str, float]:
         return {}
 

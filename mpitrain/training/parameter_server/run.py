@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from mpitrain.checkpoint import Checkpoint
+from mpitrain.checkpoint.parts import read_numbers
 from mpitrain.embedding.tables import tables_of
 from mpitrain.errors import UsageError
 from mpitrain.messages import Kind
@@ -86,6 +87,8 @@ def run_servers(session: Session) -> dict[str, Any]:
     about_this_run = about(session, layout, describe_optimizer(module, optimizer), tables)
     attempt(runtime, lambda: check(session, about_this_run))
     attempt(runtime, lambda: check_sums(session))
+    if text := attempt(runtime, lambda: why_at_the_centre(session.resume, strategy, runtime.rank)):
+        session.report.event("own parameters", text=text)
     model = flat_model(module, optimizer, strategy)
     builder = RoleBuilder(
         strategy, session.roles, model, session.job, session.catalogue, session.num_batches()
@@ -126,6 +129,16 @@ def check_sums(session: Session) -> None:
             f"{session.resume.folder}: its shards were cut at different pushes, so a push may be new to one shard "
             f"alone, and sums cannot be taken apart: leave aggregate out of {session.strategy} until a later checkpoint"
         )
+
+
+def why_at_the_centre(resume: Checkpoint | None, strategy: ServerStrategy, rank: int) -> str:
+    """Rank 0: what to say where elastic workers cannot go on from where they were; empty otherwise."""
+    if resume is None or not strategy.elastic or rank != 0:
+        return ""
+    written = sorted(name for name in resume.parts if name.startswith("worker-"))
+    if written and "parameters" in read_numbers(resume.folder, written[0], "replica", resume.identity):
+        return ""
+    return "the checkpoint holds none of the workers: all begin at the centre"
 
 
 def server_strategy(session: Session) -> ServerStrategy:
