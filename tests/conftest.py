@@ -62,13 +62,18 @@ hypothesis.settings.register_profile("mpitrain", deadline=None, derandomize=True
 hypothesis.settings.load_profile("mpitrain")
 
 
+_ASKING = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
+
+
 @pytest.fixture(autouse=True)
-def signal_mask() -> Iterator[None]:
-    """A test that runs `mpitrain train` in this process leaves signals held back, and what later tests start would
-    inherit that."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+def signals() -> Iterator[None]:
+    """A test that runs `mpitrain train` in this process leaves signals held back and ignored, as the end of a process
+    does, and what later tests start would inherit that."""
+    mask, handlers = signal.pthread_sigmask(signal.SIG_BLOCK, ()), [*map(signal.getsignal, _ASKING)]
     yield
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    for number, handler in zip(_ASKING, handlers, strict=True):
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @pytest.fixture(autouse=True, scope="module")
