@@ -14,7 +14,7 @@ import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.mpi.process_group.process_group import leave_default_group
 from mpitrain.mpi.runtime import start
-from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.values import parse
 from mpitrain.wrapping import loop
 from tests import toy
@@ -79,6 +79,7 @@ def train(text):
 def refuse(text, model, optimizer):
     """What cannot act says so."""
     strategy = parse(text, "strategy")
+    assert isinstance(strategy, Strategy)
     served = isinstance(strategy, ServerStrategy) and strategy.optimizer == "server" and not strategy.elastic
     calls = [lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})]
     if served:
