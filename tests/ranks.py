@@ -256,7 +256,7 @@ def _run(
             hung = f"no end within {timeout_s} s; living: {_standing(*sessions)}"
             _ask_for_stacks(sessions)
         finally:
-            left = _kill_sessions(launcher.pid, warm_ranks, grace_s=0 if hung else 2)
+            left = _kill_sessions(launcher.pid, warm_ranks, grace_s=0 if hung else 20)
             code = launcher.wait()
         if left and not hung:
             hung = f"exit code {code}, but processes were left: {left}"

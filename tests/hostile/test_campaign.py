@@ -9,7 +9,7 @@ from tests.hostile.campaign import BOUND_MIB, fingerprint, judge, run
 def test_hostile_inputs_end_in_a_message_and_nothing_else(tmp_path):
     outside = cases.make_outside(tmp_path)
     before = fingerprint(outside)
-    chosen = [*cases.fixed(tmp_path, outside), *cases.damaged(tmp_path, range(2))]
+    chosen = [*cases.fixed(tmp_path, outside), *cases.damaged(tmp_path, range(1))]
     outcomes = run(chosen, outside)
     wrong = {
         outcome["name"]: (judge(outcome), outcome["said"][-1500:]) for outcome in outcomes if judge(outcome)

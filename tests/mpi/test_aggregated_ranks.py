@@ -28,7 +28,7 @@ def mpich_path(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["path", "mpich_path"])
+@pytest.fixture(params=["path", pytest.param("mpich_path", marks=pytest.mark.extended)])
 def either_path(request):
     return request.getfixturevalue(request.param)
 

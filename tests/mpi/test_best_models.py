@@ -15,7 +15,7 @@ ALIKE = ["allreduce()", "sync()", "decentralized()", "pipeline(stages=3)", "tens
 LOCKSTEP = [*ALIKE, "localsgd(period=2)"]
 STRATEGIES = [*LOCKSTEP, "async(servers=1)", "decentralized(asynchronous=True, resync=2)"]
 if not ALL_CELLS:
-    STRATEGIES = ["allreduce()", "sync()", "localsgd(period=2)", "async(servers=1)"]
+    STRATEGIES = ["allreduce()", "localsgd(period=2)", "async(servers=1)"]
 TIMED = [text for text in ("allreduce()", "localsgd(period=2)", "sharded()", "sync()") if text in STRATEGIES]
 SAMPLES = 52
 

@@ -53,7 +53,7 @@ ALSO = {
     "mpitrain/data/read/prefetch.py": ["tests/data/test_read_laws.py"],
     "mpitrain/data/read/reader.py": ["tests/data/test_read_laws.py"],
     "mpitrain/data/read/chunk_cache.py": ["tests/data/test_read_laws.py"],
-    "mpitrain/model/precision.py": ["tests/model/test_precision.py"],
+    "mpitrain/model/precision.py": ["tests/model/test_precision_laws.py"],
     "mpitrain/model/worker_replica.py": [
         "tests/model/test_replica_buffers.py",
         "tests/virtual/test_step_hooks.py",

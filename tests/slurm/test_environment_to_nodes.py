@@ -21,6 +21,7 @@ srun bash -c 'echo "$SLURMD_NODENAME $WHERE $(cat {folder}/env/data)"'
 """
 
 
+@pytest.mark.extended
 def test_a_packed_environment_is_sent_unpacked_and_activated(site: Site) -> None:
     there = site.cluster.root / "local"  # nodes of one machine share its /tmp
     there.mkdir()  # one node, for several would unpack into it at once

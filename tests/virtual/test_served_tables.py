@@ -304,6 +304,7 @@ def wide(sparse, **changes):
     )
 
 
+@pytest.mark.extended
 def test_sixteen_workers_scale_with_touched_rows_and_not_with_whole_gradients(tmp_path):
     """Batches of 20 ms over links of 10 Gbit/s: what a server sends and takes in of whole tables is what limits."""
     found = {}
