@@ -65,7 +65,15 @@ IN_PART = {("strategies", "codecs"): {"codecs.base", "codecs.none"}}
 # through a neighbour.
 LIGHT = {
     *("__init__", "__main__", "cli", "errors", "system", "launch"),
-    *("torch_backend", "strategies.registry", "values", "one_at_a_time", "codecs"),
+    *(
+        "torch_backend",
+        "strategies.registry",
+        "values",
+        "one_at_a_time",
+        "codecs",
+        "job.option",
+        "job.overrides",
+    ),
 }
 # Strategies and roles own neither a clock nor a thread nor a socket: the worlds do.
 WORLDLY = {

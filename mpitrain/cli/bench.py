@@ -6,10 +6,10 @@ import argparse
 import shlex
 from typing import Any
 
-from mpitrain.cli.parser import positive, positives
-from mpitrain.cli.train import overrides
+from mpitrain.cli.train import add_options, overrides
 from mpitrain.errors import UsageError
 from mpitrain.system.launch_variables import why_no_launching
+from mpitrain.system.numbers import positive, positives
 
 _DESCRIPTION = """\
 Measure a job under several strategies and numbers of workers: runs under MPI,
@@ -66,11 +66,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--repeats", type=positive, default=3, metavar="N", help="runs of each setting under MPI (default: 3)"
     )
-    parser.add_argument(
-        "--synthetic",
-        action="store_true",
-        help="draw samples from the job's synthetic= instead of reading data",
-    )
+    add_options(parser, "synthetic")
     parser.add_argument(
         "--train-args", default="", metavar="TEXT",
         help='further options of mpitrain train for every run, such as "--epochs 3 --target accuracy=0.9"',

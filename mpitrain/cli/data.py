@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mpitrain.cli.parser import fraction, natural, positive
 from mpitrain.cli.ranks import with_ranks
 from mpitrain.errors import EXIT_OK
 from mpitrain.system.launch_variables import launched_rank
+from mpitrain.system.numbers import fraction, natural, positive
 from mpitrain.system.saying import say
 
 _DESCRIPTION = """\

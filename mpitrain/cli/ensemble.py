@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.parser import natural, positive
 from mpitrain.cli.ranks import with_ranks
 from mpitrain.errors import EXIT_OK
+from mpitrain.system.numbers import natural, positive
 from mpitrain.system.saying import say
 
 if TYPE_CHECKING:

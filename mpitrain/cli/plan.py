@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mpitrain.cli.parser import above_zero, fraction, positive, positives, rate
+from mpitrain.cli.train import add_options
+from mpitrain.system.numbers import above_zero, fraction, positive, positives, rate
 
 _DESCRIPTION = """\
 Predict the speed-up of a job on a machine by strategy and number of workers,
@@ -40,11 +41,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("job", metavar="JOB", help="job file: Python that ends in `job = mpitrain.Job(...)`")
     parser.add_argument("--batch-size", type=positive, metavar="N", help="samples per worker and step")
     parser.add_argument("--epochs", type=positive, metavar="N", help="passes over the data")
-    parser.add_argument(
-        "--synthetic",
-        action="store_true",
-        help="draw samples from the job's synthetic= instead of reading data",
-    )
+    add_options(parser, "synthetic")
     parser.add_argument(
         "--set",
         action="append",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mpitrain.cli.parser import positive
 from mpitrain.cli.ranks import with_ranks
 from mpitrain.errors import EXIT_OK
+from mpitrain.system.numbers import positive
 from mpitrain.system.saying import say
 
 _DESCRIPTION = """\

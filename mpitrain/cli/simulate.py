@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mpitrain.cli.parser import positives
-from mpitrain.cli.train import CHECKPOINT_TIMES, add_job_options, overrides
+from mpitrain.cli.train import add_job_options, overrides
 from mpitrain.errors import EXIT_ERROR, MpitrainError
+from mpitrain.job.overrides import CHECKPOINT_TIMES
+from mpitrain.system.numbers import positives
 from mpitrain.system.saying import tell
 
 _DESCRIPTION = """\

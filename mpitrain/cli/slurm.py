@@ -9,8 +9,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from mpitrain.cli.parser import natural
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, UsageError
+from mpitrain.system.numbers import natural
 from mpitrain.system.saying import hand_out, say, tell
 
 _DESCRIPTION = """\

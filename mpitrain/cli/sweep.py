@@ -10,12 +10,12 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.parser import natural, positive
 from mpitrain.cli.ranks import on_ranks
 from mpitrain.cli.slurm import script_setting
-from mpitrain.cli.train import add_job_options, overrides
+from mpitrain.cli.train import add_job_options, add_options, overrides
 from mpitrain.errors import UsageError
 from mpitrain.system.launch_variables import is_rank, launched_task
+from mpitrain.system.numbers import natural, positive
 
 if TYPE_CHECKING:
     from mpitrain.search.sweep.check import Read
@@ -106,11 +106,7 @@ def add_parser(commands: Any) -> None:
     )
     ways.add_argument("--rerun", action="store_true", help="train those once more that have failed")
     ways.add_argument("--dry-run", action="store_true", help="check and list the configurations, and stop")
-    ways.add_argument(
-        "--synthetic",
-        action="store_true",
-        help="draw samples from the job's synthetic= instead of reading data",
-    )
+    add_options(ways, "synthetic")
     ways.add_argument("--json", metavar="FILE", help="write the figures")
     add_job_options(parser, job_is_optional=True)
     parser.set_defaults(run=run_sweep)

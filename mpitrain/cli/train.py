@@ -6,8 +6,10 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.parser import above_zero, fraction, natural, positive, rate
+from mpitrain.job.option import OF_JOB, OUTPUT, WAYS, add_option, declared, given
+from mpitrain.job.overrides import Overrides
 from mpitrain.system.launch_variables import launched_nodes, launched_rank, launched_size
+from mpitrain.system.numbers import natural, positive
 
 if TYPE_CHECKING:
     from mpitrain.strategies.registry import Row
@@ -27,7 +29,6 @@ The run directory gets metrics.jsonl, env.json, result.json and the model
 (model.safetensors); the last line on stdout is the figure of merit."""
 
 # Where each kind of value stands.
-CHECKPOINT_TIMES = 'samples ("5000"), seconds ("60s"), auto (the default) or never'
 _HEADINGS = {
     "strategy": 'strategies, as in --strategy "ssp(bound=3)"',
     "damping": "dampings, for damping= of a server strategy",
@@ -85,7 +86,7 @@ def add_parser(commands: Any) -> None:
         "train", help="train a job (on every rank)", description=_DESCRIPTION, epilog=_epilog
     )
     add_job_options(parser)
-    run = parser.add_argument_group("ways to run")
+    run = parser.add_argument_group(WAYS)
     run.add_argument(
         "--threads",
         type=positive,
@@ -103,38 +104,7 @@ def add_parser(commands: Any) -> None:
     run.add_argument(
         "--nodes", type=positive, metavar="M", help="nodes of the dry run (default: the job's, or 1)"
     )
-    run.add_argument(
-        "--checkpoint-every",
-        metavar="WHEN",
-        help=f"{CHECKPOINT_TIMES}; SIGUSR1, SIGTERM and SIGHUP write one and end the run with exit code 75",
-    )
-    run.add_argument(
-        "--resume",
-        metavar="FROM",
-        help="auto: go on from the newest checkpoint in --run-dir, if there is one; or another run's directory. "
-        "Options that are given now take effect, are converted or are refused",
-    )
-    run.add_argument(
-        "--watchdog-s",
-        type=rate,
-        default=900.0,
-        metavar="S",
-        help="end the job when a rank neither works nor waits for others for so long (it must exceed the longest "
-        "step), its stacks in the run directory; 0 is never (default 900)",
-    )
-    run.add_argument(
-        "--heartbeat-s",
-        type=rate,
-        metavar="S",
-        help="with servers: a worker that has been silent for so long is evicted, and never sooner, nor before 8 "
-        "times its longest silence so far; under --ft heartbeat also how long a server may be silent (default: 60, and "
-        "3 for a worker on whom all others wait at the end)",
-    )
-    run.add_argument(
-        "--synthetic",
-        action="store_true",
-        help="draw samples from the job's synthetic= instead of reading data",
-    )
+    add_options(run, *_under(WAYS))
     _add_machine_options(run)
     parser.set_defaults(run=run_train)
 
@@ -174,91 +144,24 @@ def add_job_options(
         nargs="?" if job_is_optional else None,
         help="job file: Python that ends in `job = mpitrain.Job(...)`",
     )
-    job = parser.add_argument_group("in place of the job's own")
-    help_text = 'how the ranks agree, such as "async(servers=2)"'
+    job = parser.add_argument_group(OF_JOB)
     if several_strategies:
         several: Any = {"action": "append", "default": [], "dest": "strategies"}
-        job.add_argument("--strategy", metavar="TEXT", help=f"{help_text}; as often as you like", **several)
-    else:
-        job.add_argument("--strategy", metavar="TEXT", help=help_text)
-    job.add_argument("--schedule", metavar="TEXT", help='factor on the rate, such as "gradual(epochs=5)"')
-    job.add_argument("--epochs", type=positive, metavar="N", help="passes over the data")
-    job.add_argument("--batch-size", type=positive, metavar="N", help="samples per worker and step")
-    job.add_argument("--lr", type=rate, metavar="X", help="learning rate of every parameter group")
-    _add_step_options(job)
-    job.add_argument(
-        "--seed", type=natural, metavar="N", help="key of initial weights, data order and all draws"
-    )
-    job.add_argument(
-        "--init",
-        metavar="FILE",
-        help="start from these weights (safetensors, such as another run's model.safetensors); every name and shape "
-        "must fit",
-    )
-    job.add_argument(
-        "--init-partial", action="store_true", help="of --init load what fits, and report what does not"
-    )
-    text = "stop after N batches for every worker: N updates where they step together, N for each of them in async()"
-    job.add_argument("--steps", type=positive, metavar="N", help=text)
-    job.add_argument(
-        "--target",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help='what validation must reach, as often as you like: "accuracy=0.97" (at least), "accuracy>0.97" or '
-        '"validation_loss<0.3"',
-    )
-    _add_validation_options(job)
-    job.add_argument(
-        "--inject",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help='delay a worker, as often as you like: "slow(worker=2, factor=5)", "pause(worker=1, '
-        'at_step=50, seconds=2)" or "stall(worker=0, chance=0.1, seconds=1)"; or make it fail by kill, segv, exit, '
-        'raise, stop, wedge, nan or torn, as in "kill(worker=2, at_step=50)"; or "disk_full(at_write=0)", '
-        '"corrupt_file(at_write=0)" of checkpoints; or, simulated, "crash(mtbf_s=3600)" the whole job; the worker is '
-        "its index among the workers, from 0, and at_step counts in every start of the run anew",
-    )
+        text = f"{declared(Overrides)['strategy'][0].help}; as often as you like"
+        job.add_argument("--strategy", metavar="TEXT", help=text, **several)
+    add_options(job, *(name for name in _under(OF_JOB) if name != "strategy" or not several_strategies))
     _add_parameter_options(job)
-    _add_output_options(parser.add_argument_group("output"))
+    add_options(parser.add_argument_group(OUTPUT), *_under(OUTPUT))
 
 
-def _add_output_options(out: Any) -> None:
-    """Where results go, and in which forms."""
-    out.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        help="where results go (default: runs/JOB-DATE-TIME); without --resume auto the files of an earlier run "
-        "there are moved to earlier-RUN/ in it",
-    )
-    out.add_argument(
-        "--log",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="also write the rows of metrics.jsonl as csv (metrics.csv), tensorboard (event files), mlflow (a store of "
-        "files) or wandb (an offline run), or what MLPerf has lines for as mllog (mllog.txt), as often as you like; "
-        "nothing goes over the network",
-    )
-    out.add_argument(
-        "--log-every",
-        type=positive,
-        metavar="N",
-        help="a row of progress after every N steps (default: one a second on a terminal, one in 5 s in a log)",
-    )
-    out.add_argument(
-        "--trace",
-        metavar="STEPS",
-        help="steps=50:60 writes what each rank does in these of its steps, for chrome://tracing or ui.perfetto.dev "
-        "(trace-rank-0.json and so on)",
-    )
-    out.add_argument(
-        "--quiet",
-        action="store_true",
-        help="no progress lines and no tables; errors, why a run failed and the figure of merit (a line for each run) "
-        "stay",
-    )
+def add_options(group: Any, *names: str) -> None:
+    """Add these options of a run."""
+    for name in names:
+        add_option(group, name, declared(Overrides)[name])
+
+
+def _under(heading: str) -> list[str]:
+    return [name for name, (one, _) in declared(Overrides).items() if one.group == heading]
 
 
 def _add_parameter_options(job: Any) -> None:
@@ -279,117 +182,9 @@ def _add_parameter_options(job: Any) -> None:
     )
 
 
-def _add_validation_options(job: Any) -> None:
-    job.add_argument(
-        "--fold",
-        metavar="I/K",
-        help="cross-validation: train on the training set without part I of K, and validate on that part",
-    )
-    job.add_argument(
-        "--test",
-        metavar="PATTERN",
-        help="shards that nothing is chosen by: no run measures them, and mpitrain runs best and mpitrain ensemble say "
-        "what that which they have chosen gives on them",
-    )
-    job.add_argument(
-        "--ema",
-        type=fraction,
-        metavar="X",
-        help="decay of a moving average of the weights, such as 0.999, saved as model-ema.safetensors",
-    )
-    job.add_argument(
-        "--validate-ema",
-        action="store_true",
-        help="validations measure the moving average, too, as ema_validation_loss and so on",
-    )
-    job.add_argument(
-        "--validate-every",
-        metavar="WHEN",
-        help='epochs ("2 epochs"), samples ("10000 samples"), seconds ("60s") or never, which is only at the end '
-        "(default: every epoch)",
-    )
-    job.add_argument(
-        "--keep-best",
-        metavar="METRIC",
-        help="keep the best model by this metric as model-best.safetensors: less of a loss, error or perplexity, more "
-        'of anything else; "<NAME" and ">NAME" say which',
-    )
-    job.add_argument(
-        "--patience",
-        type=positive,
-        metavar="N",
-        help="end the run in order after N validations without a better value of the --keep-best metric (default: of "
-        "the validation loss)",
-    )
-
-
-def _add_step_options(job: Any) -> None:
-    job.add_argument(
-        "--accumulate",
-        type=positive,
-        metavar="K",
-        help="add up the gradients of K batches, without communication in between, before a step or a push",
-    )
-    job.add_argument(
-        "--precision",
-        choices=("float32", "bfloat16", "float16"),
-        metavar="P",
-        help="numbers that model and loss are computed in: float32, bfloat16, or float16 with loss scaling (on CUDA); "
-        "parameters, gradients and sums stay float32",
-    )
-    job.add_argument(
-        "--clip-norm",
-        type=above_zero,
-        metavar="X",
-        help="largest norm of the gradient: of the mean of all workers under allreduce, sync, backup and split models, "
-        "of each worker's own under the others and with a codec",
-    )
-    job.add_argument(
-        "--clip-value",
-        type=above_zero,
-        metavar="X",
-        help="largest size of every number of the same gradient, after --clip-norm",
-    )
-
-
-def overrides(arguments: argparse.Namespace) -> Any:
-    """The `mpitrain.job.Overrides` these options make."""
-    from mpitrain.job import Overrides
-
-    return Overrides(
-        strategy=getattr(arguments, "strategy", None),
-        schedule=arguments.schedule,
-        epochs=arguments.epochs,
-        batch_size=arguments.batch_size,
-        accumulate=arguments.accumulate,
-        precision=arguments.precision,
-        lr=arguments.lr,
-        clip_norm=arguments.clip_norm,
-        clip_value=arguments.clip_value,
-        seed=arguments.seed,
-        run_dir=arguments.run_dir,
-        synthetic=getattr(arguments, "synthetic", False),
-        steps=arguments.steps,
-        target=tuple(arguments.target),
-        validate_every=arguments.validate_every,
-        keep_best=arguments.keep_best,
-        patience=arguments.patience,
-        ema=arguments.ema,
-        validate_ema=arguments.validate_ema,
-        quiet=arguments.quiet,
-        inject=tuple(arguments.inject),
-        checkpoint_every=getattr(arguments, "checkpoint_every", None),
-        resume=getattr(arguments, "resume", None),
-        watchdog_s=getattr(arguments, "watchdog_s", 900.0),
-        heartbeat_s=getattr(arguments, "heartbeat_s", None),
-        init=arguments.init,
-        init_partial=arguments.init_partial,
-        log=tuple(arguments.log),
-        log_every=arguments.log_every,
-        trace=arguments.trace,
-        fold=arguments.fold,
-        test=arguments.test,
-    )
+def overrides(arguments: argparse.Namespace) -> Overrides:
+    """What these options change of the job."""
+    return Overrides(**given(arguments, Overrides))
 
 
 def run_train(arguments: argparse.Namespace) -> int:

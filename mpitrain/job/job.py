@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import UsageError
+from mpitrain.job.option import REFUSED, check_limit, check_precision
 from mpitrain.options import check_value
 from mpitrain.reporting.listeners import check_callbacks, read_logs
 from mpitrain.reporting.targets import LOSS, Choice, check_targets, read_choice
@@ -32,7 +33,6 @@ EMA_PREFIX = "ema_"  # of the names of what is measured of the average of the we
 ON_NONFINITE = ("stop", "skip")
 CLIPPED = ("clip_norm", "clip_value")
 VALIDATED = ("validate_every", "keep_best", "patience")
-PRECISIONS = ("float32", "bfloat16", "float16")
 SLICES = ("column", "row", "gather")
 # A job's functions, what they are called with, and what they may look like.
 CALLED = {
@@ -57,6 +57,9 @@ EXAMPLES = {
     "scheduler": "lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000)",
     "schedule": "lambda epochs, workers: 0.5 ** (epochs / 10)",
 }
+
+
+_REFUSED = {"resume": REFUSED}  # of fields that cannot be changed when a run goes on; all others act
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,13 +167,15 @@ class Job:
         name: for the run directory; the job file's name if None.
     """
 
-    model: Callable[[], Any] | torch.nn.Module
+    # A resume refuses other names or shapes of parameters; what the model computes with them acts.
+    model: Callable[[], Any] | torch.nn.Module = dataclasses.field(metadata=_REFUSED)
     loss: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor | tuple[torch.Tensor, Any]] | Any  # or None
     optimizer: (
         Callable[[Iterable[Any]], torch.optim.Optimizer]
         | Mapping[str, Callable[[Iterable[Any]], torch.optim.Optimizer]]
     )
-    data: Source
+    # Other samples; the same samples in another place act.
+    data: Source = dataclasses.field(metadata=_REFUSED)
     validate: Source | None = None
     metrics: Any = None
     predict: Callable[[Any, dict[str, torch.Tensor]], Any] | None = None
@@ -201,9 +206,12 @@ class Job:
     keep_checkpoints: int = 2
     mtbf_s: float = 86400.0
     synthetic: Source | None = None
-    stages: Callable[[Any, int], Sequence[Any]] | Sequence[str] | None = None
-    tensor_plan: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    sparse_as_dense: bool = False
+    stages: Callable[[Any, int], Sequence[Any]] | Sequence[str] | None = dataclasses.field(
+        default=None, metadata=_REFUSED
+    )
+    tensor_plan: Mapping[str, str] = dataclasses.field(default_factory=dict, metadata=_REFUSED)
+    # Over servers, which hold tables apart from the other parameters; elsewhere it acts.
+    sparse_as_dense: bool = dataclasses.field(default=False, metadata=_REFUSED)
     find_unused_parameters: bool | None = None
     init: str | os.PathLike[str] | None = None
     init_partial: bool = False
@@ -412,20 +420,6 @@ class Job:
         for pattern, way in self.tensor_plan.items():
             if way not in SLICES:
                 raise UsageError(f"Job: tensor_plan {pattern!r}: {way!r}{nearest(str(way), list(SLICES))}")
-
-
-def check_precision(name: str, value: Any) -> None:
-    if value not in PRECISIONS:
-        raise UsageError(f"{name}={value!r}{nearest(str(value), list(PRECISIONS))}")
-
-
-def check_limit(name: str, value: Any, off: str) -> None:
-    """Refuse what no gradient can be clipped to."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and 0 < value < float("inf")):
-        raise UsageError(
-            f"{name} must be a finite number greater than 0, such as 1.0, or {off}, got {value!r}"
-        )
 
 
 def _check_function(key: str, function: Any, arguments: tuple[str, ...]) -> None:

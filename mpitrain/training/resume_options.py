@@ -16,6 +16,11 @@ from torch import nn
 
 from mpitrain.codecs.base import Codec
 from mpitrain.errors import UsageError
+from mpitrain.job import Job, Overrides
+from mpitrain.job.option import ACTS as ACTS
+from mpitrain.job.option import CONVERTED as CONVERTED
+from mpitrain.job.option import REFUSED as REFUSED
+from mpitrain.job.option import declared
 from mpitrain.model.several_optimizers import SeveralOptimizers
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
@@ -23,67 +28,11 @@ from mpitrain.training.fingerprint import fingerprint, options
 from mpitrain.training.session import Session
 from mpitrain.values import parse
 
-ACTS, CONVERTED, REFUSED = "acts", "converted", "refused"
-
-# Fields of `Job` and of `Overrides` (the options of `train`), and what a launch decides. Options of a dry run alone are
-# no part of a run. `docs/fault-tolerance.md` says the same in words, and a test walks the table.
+# Fields of `Job` and of `Overrides` (the options of `train`), each as it was declared, and what a launch decides.
+# Options of a dry run alone are no part of a run. `docs/fault-tolerance.md` says the same in words; a test walks them.
 ON_RESUME = {
-    "model": REFUSED,  # other names or shapes of parameters; what the model computes with them acts
-    "loss": ACTS,
-    "optimizer": ACTS,  # its options; another class, or other parameters in its groups, is refused
-    "data": REFUSED,  # other samples; the same samples in another place act
-    "validate": ACTS,
-    "metrics": ACTS,
-    "step": ACTS,
-    "predict": ACTS,  # on the trained model
-    "transform": ACTS,
-    "epochs": ACTS,
-    "batch_size": REFUSED,  # within an epoch; between two epochs it acts
-    "strategy": CONVERTED,  # of the same family, unless a codec's residual would be lost
-    "schedule": ACTS,
-    "ema": ACTS,  # it begins with the next update, where there was none
-    "validate_ema": ACTS,
-    "scheduler": ACTS,
-    "target": ACTS,
-    "test": ACTS,
-    "validate_every": ACTS,
-    "keep_best": ACTS,  # by another metric the best is looked for anew
-    "patience": ACTS,
-    "seed": REFUSED,
-    "on_nonfinite": ACTS,
-    "clip_norm": ACTS,
-    "clip_value": ACTS,
-    "precision": ACTS,
-    "activation_checkpointing": ACTS,
-    "sync_batchnorm": ACTS,
-    "compile": ACTS,
-    "accumulate": REFUSED,  # as batch_size, unless the two make as many samples as before
-    "sparse_as_dense": REFUSED,  # over servers, which hold tables apart from the other parameters; elsewhere it acts
-    "find_unused_parameters": ACTS,
-    "drop_last": ACTS,
-    "init": REFUSED,  # the run has begun from others; the same ones, or none, go on
-    "init_partial": REFUSED,
-    "checkpoint_every": ACTS,
-    "keep_checkpoints": ACTS,
-    "mtbf_s": ACTS,
-    "synthetic": REFUSED,  # they are data; the option as well as the job's field
-    "fold": REFUSED,  # another part of the data
-    "stages": REFUSED,  # another cut of a pipeline
-    "tensor_plan": REFUSED,  # other layers sliced
-    "log": ACTS,
-    "log_every": ACTS,
-    "trace": ACTS,
-    "callbacks": ACTS,
-    "options": ACTS,  # unless they change what is refused, such as shapes of parameters
-    "name": ACTS,
-    "lr": ACTS,
-    "steps": ACTS,
-    "inject": ACTS,
-    "run_dir": ACTS,
-    "resume": ACTS,
-    "quiet": ACTS,
-    "watchdog_s": ACTS,
-    "heartbeat_s": ACTS,
+    **{one.name: one.metadata.get("resume", ACTS) for one in dataclasses.fields(Job)},
+    **{name: one.resume for name, (one, _) in declared(Overrides).items()},
     "servers": CONVERTED,
     "workers": CONVERTED,  # a split model needs as many parts
 }
