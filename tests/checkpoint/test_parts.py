@@ -553,3 +553,11 @@ def test_what_the_run_is_stands_in_the_first_part_alone(tmp_path):
     assert newest(tmp_path).about == about
     sizes = [len((folder / f"{name}.json").read_bytes()) for name in names]
     assert sizes[1] < sizes[0] - len(json.dumps(about["parameters"]))
+
+
+def test_numbers_of_another_run_or_start_are_refused(tmp_path):
+    write_part(tmp_path, "shard-0", {"role": {"count": 1}}, OURS)
+    assert read_numbers(tmp_path, "shard-0", "role", OURS) == {"count": 1}
+    for other, said in (({"run": "other"}, "it is of run"), ({"attempt": "other"}, "never finished")):
+        with pytest.raises(CheckpointError, match=said):
+            read_numbers(tmp_path, "shard-0", "role", OURS._replace(**other))

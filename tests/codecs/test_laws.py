@@ -146,6 +146,33 @@ def test_nesterov_of_dgc_is_torchs_where_nothing_is_masked_and_its_own_where_it_
         kept[largest] = velocity[largest] = 0.0
 
 
+def test_of_few_numbers_all_are_looked_at_and_the_largest_are_sent_to_the_number():
+    """Below two least samples every number is in the sample, whatever the step."""
+    for n in (60, 1500):
+        encoder, numbers = TopKEncoder(density=0.1, dense_below=0), torch.arange(1.0, n + 1)
+        for step in range(3):
+            sent = decoded_of(
+                encoder, numbers[torch.randperm(n, generator=torch.Generator().manual_seed(step))]
+            )
+            assert int((sent != 0).sum()) == n // 10, (n, step)
+
+
+def test_of_many_numbers_every_hundredth_is_looked_at():
+    """260 of them are 2.6 of the sample, so its third largest is the threshold."""
+    n = 409_600
+    encoder = TopKEncoder(density=260 / n, dense_below=0)
+    encoder.encode(whole(torch.arange(1.0, n + 1)))
+    assert round(encoder.statistics()["density"] * n) == 300
+
+
+def decoded_of(encoder, numbers):
+    """What others add of one message of an encoder that keeps nothing back from before."""
+    encoder.memory.clear(encoder.residual)
+    received = torch.zeros(len(numbers))
+    add_message(encoder.encode(whole(numbers)), whole(received))
+    return received
+
+
 @pytest.mark.parametrize("density", [0.02, 0.05, 0.3])
 def test_the_threshold_is_the_order_statistic_of_the_sample_that_stands_for_the_kth_number(density):
     """On magnitudes in order every 100th number is in the sample, so the rank says how many are sent, to the number."""

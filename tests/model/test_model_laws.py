@@ -17,10 +17,11 @@ from mpitrain.model import compiling, flat_model
 from mpitrain.model.activation_checkpointing import _recomputing, checkpoint_activations
 from mpitrain.model.buffers import VariableBuffer
 from mpitrain.model.codec_registry import make_encoder
-from mpitrain.model.flat import all_finite
+from mpitrain.model.flat import Layout, all_finite
 from mpitrain.model.optimizer import Rates, attached_schedulers, coupled_decays, scaled, state_bytes
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.model.push_codec import PushDecoder, fields_of
+from mpitrain.model.reshard import reshard
 from mpitrain.model.torch_scheduler import TorchSchedule
 from mpitrain.model.user_code import _check_metrics, unused_parameters
 from mpitrain.strategies.ticks import Law, Ticks
@@ -214,3 +215,34 @@ def test_a_copy_that_others_hold_comes_to_what_it_is_a_copy_of(codec):
         left.append(float((replica.x - replica._copy_of(0)).norm()))
     assert left[-1] < 1e-3 * left[0]
     assert isinstance(codec, mt.QSGD) or (left == sorted(left, reverse=True) and left[8] < 1e-5)
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 3, 5])
+def test_what_one_server_holds_is_cut_for_several_and_joined_again(num_servers):
+    """Two groups of parameters, of which the first has momenta of its elements and a count of its steps."""
+    layout = Layout(("a", "b"), ((7,), (3, 2)), (0, 7), (7, 13), (0, 13), torch.float32)
+    numbers = torch.arange(13.0)
+    options = [{"lr": 0.1 * (1 + group), "params": [group]} for group in range(2)]
+    whole = {
+        "parameters": numbers,
+        "optimizer": {
+            "state": {0: {"momentum": -numbers[:7], "step": 4, "lazy": None}},
+            "param_groups": options,
+            "first": [{"lr": 1.0}, {"lr": 2.0}],
+        },
+    }
+    cut = layout.cut_into(num_servers)
+    parts = [reshard([whole], cut, shard) for shard in range(num_servers)]
+    for shard, part in enumerate(parts):
+        assert torch.equal(part["parameters"], numbers[cut.cuts[shard] : cut.cuts[shard + 1]])
+        for position, (group, start, stop) in enumerate(cut.group_slices(shard)):
+            held = part["optimizer"]["state"].get(position, {})
+            assert (held.get("step"), "lazy" in held) == ((4, True) if group == 0 else (None, False))
+            low = cut.cuts[shard]
+            assert group == 1 or torch.equal(held["momentum"], -numbers[low + start : low + stop])
+            assert part["optimizer"]["param_groups"][position] == {**options[group], "params": [position]}
+            assert part["optimizer"]["first"][position] == {"lr": 1.0 + group}
+    again = reshard(parts, layout, 0)
+    assert torch.equal(again["parameters"], numbers)
+    assert torch.equal(again["optimizer"]["state"][0]["momentum"], -numbers[:7])
+    assert again["optimizer"]["param_groups"] == options and again["optimizer"]["state"][0]["step"] == 4

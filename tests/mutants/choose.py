@@ -26,6 +26,10 @@ LIMIT_S = 25.0  # of CPU time under coverage, which is a multiple of that withou
 ENOUGH = 12
 # Whole files and laws, before what is chosen.
 ALSO = {
+    "mpitrain/checkpoint/parts.py": [
+        "tests/checkpoint/test_parts.py::test_what_does_not_belong_there_is_told_and_the_checkpoint_before_is_taken",
+        "tests/checkpoint/test_parts.py::test_numbers_of_another_run_or_start_are_refused",
+    ],
     "mpitrain/roles/peer.py": ["tests/virtual/test_role_laws.py", "tests/virtual/test_peers.py"],
     "mpitrain/roles/out_of_turn.py": ["tests/virtual/test_out_of_turn.py"],
     "mpitrain/roles/failure_detector/silence.py": ["tests/virtual/test_silence.py"],
@@ -33,7 +37,11 @@ ALSO = {
     "mpitrain/roles/worker.py": ["tests/virtual/test_worker_side.py"],
     "mpitrain/strategies/ticks.py": ["tests/strategies/test_ticks.py", "tests/virtual/test_schedulers.py"],
     "mpitrain/model/push_codec.py": ["tests/model/test_model_laws.py", "tests/virtual/test_push_codecs.py"],
-    "mpitrain/model/reshard.py": ["tests/virtual/test_resharding.py"],
+    "mpitrain/model/reshard.py": ["tests/model/test_model_laws.py", "tests/virtual/test_resharding.py"],
+    "mpitrain/roles/server/fault_tolerant.py": ["tests/threads/test_last_checkpoint.py"],
+    "mpitrain/roles/server/checkpoint_schedule.py": [
+        "tests/virtual/test_restarts.py::test_a_checkpoint_gets_whole_however_soon_the_next_one_is_due"
+    ],
     "mpitrain/model/step_hooks.py": ["tests/virtual/test_step_hooks.py"],
     "mpitrain/model/tabled_shard.py": [
         "tests/model/test_model_laws.py",
