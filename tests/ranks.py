@@ -256,7 +256,7 @@ def _run(
             hung = f"no end within {timeout_s} s; living: {_standing(*sessions)}"
             _ask_for_stacks(sessions)
         finally:
-            left = _kill_sessions(launcher.pid, warm_ranks, grace_s=0 if hung else 20)
+            left = _kill_sessions(launcher.pid, warm_ranks, grace_s=0 if hung else 5)
             code = launcher.wait()
         if left and not hung:
             hung = f"exit code {code}, but processes were left: {left}"
@@ -316,18 +316,18 @@ def _ask_for_stacks(sessions: Sequence[int]) -> None:
         time.sleep(0.05)
 
 
-def _kill_sessions(launcher: int, warm_ranks: Path | None, grace_s: float) -> dict[int, str]:
-    """Kill what is left after `grace_s`, and return what had to be killed."""
+def _kill_sessions(launcher: int, warm_ranks: Path | None, grace_s: float) -> str:
+    """Kill what is left after `grace_s`, and return what had to be killed, and in what it stood."""
     deadline_s = time.monotonic() + grace_s
     while (left := members(*_sessions(launcher, warm_ranks))) and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    first = left
+    told = _standing(*_sessions(launcher, warm_ranks)) if left else ""
     while left:
         for pid in left:
             _signal(pid, signal.SIGKILL)
         time.sleep(0.01)
         left = members(*_sessions(launcher, warm_ranks))
-    return first
+    return told
 
 
 def _signal(pid: int, number: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from mpitrain.cli.train import add_options, overrides
 from mpitrain.errors import UsageError
 from mpitrain.system.launch_variables import why_no_launching
-from mpitrain.system.numbers import positive, positives
+from mpitrain.system.number_texts import positive, positives
 
 _DESCRIPTION = """\
 Measure a job under several strategies and numbers of workers: runs under MPI,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 from mpitrain.cli.ranks import with_ranks
 from mpitrain.errors import EXIT_OK
 from mpitrain.system.launch_variables import launched_rank
-from mpitrain.system.numbers import fraction, natural, positive
+from mpitrain.system.number_texts import fraction, natural, number, positive
 from mpitrain.system.saying import say
 
 _DESCRIPTION = """\
@@ -212,13 +213,7 @@ def _add_user(parser: Any, text: str) -> None:
 
 def _gib(text: str) -> float:
     """A size above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB above 0")
-    return value
+    return number(text, lambda value: 0 < value < math.inf, "a number of GiB above 0")
 
 
 def _losses(text: str) -> tuple[str, ...]:

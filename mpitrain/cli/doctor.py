@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED, UsageError
-from mpitrain.system.numbers import above_zero, fraction, natural, rate
+from mpitrain.system.number_texts import above_zero, fraction, natural, rate
 from mpitrain.system.saying import flush, say
 
 if TYPE_CHECKING:

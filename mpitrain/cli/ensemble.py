@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.ranks import with_ranks
 from mpitrain.errors import EXIT_OK
-from mpitrain.system.numbers import natural, positive
+from mpitrain.system.number_texts import natural, positive
 from mpitrain.system.saying import say
 
 if TYPE_CHECKING:

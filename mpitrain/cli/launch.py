@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.cli.parser import did_you_mean
 from mpitrain.errors import EXIT_OK, UsageError
 from mpitrain.system.launch_variables import launched_size, usable_cores, why_no_launching
-from mpitrain.system.numbers import natural, positive, rate
+from mpitrain.system.number_texts import natural, positive, rate
 from mpitrain.system.run_directory import is_same_start, new_attempt_id
 from mpitrain.system.run_lock import LAUNCH_LOCK_FILE, RunLock
 from mpitrain.system.saying import say, tell

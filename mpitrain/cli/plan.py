@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from mpitrain.cli.train import add_options
-from mpitrain.system.numbers import above_zero, fraction, positive, positives, rate
+from mpitrain.system.number_texts import above_zero, fraction, positive, positives, rate
 
 _DESCRIPTION = """\
 Predict the speed-up of a job on a machine by strategy and number of workers,

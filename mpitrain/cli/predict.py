@@ -7,7 +7,7 @@ from typing import Any
 
 from mpitrain.cli.ranks import with_ranks
 from mpitrain.errors import EXIT_OK
-from mpitrain.system.numbers import positive
+from mpitrain.system.number_texts import positive
 from mpitrain.system.saying import say
 
 _DESCRIPTION = """\

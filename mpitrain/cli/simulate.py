@@ -8,7 +8,7 @@ from typing import Any
 from mpitrain.cli.train import add_job_options, overrides
 from mpitrain.errors import EXIT_ERROR, MpitrainError
 from mpitrain.job.overrides import CHECKPOINT_TIMES
-from mpitrain.system.numbers import positives
+from mpitrain.system.number_texts import positives
 from mpitrain.system.saying import tell
 
 _DESCRIPTION = """\

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, UsageError
-from mpitrain.system.numbers import natural
+from mpitrain.system.number_texts import natural
 from mpitrain.system.saying import hand_out, say, tell
 
 _DESCRIPTION = """\
@@ -150,7 +150,7 @@ def run_render(arguments: argparse.Namespace) -> int:
     """Print the script."""
     from mpitrain.slurm import render
 
-    say(render(_checked(arguments)), end="")
+    hand_out(render(_checked(arguments)))
     return EXIT_OK
 
 

@@ -15,7 +15,7 @@ from mpitrain.cli.slurm import script_setting
 from mpitrain.cli.train import add_job_options, add_options, overrides
 from mpitrain.errors import UsageError
 from mpitrain.system.launch_variables import is_rank, launched_task
-from mpitrain.system.numbers import natural, positive
+from mpitrain.system.number_texts import natural, positive
 
 if TYPE_CHECKING:
     from mpitrain.search.sweep.check import Read

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.job.option import OF_JOB, OUTPUT, WAYS, add_option, declared, given
 from mpitrain.job.overrides import Overrides
 from mpitrain.system.launch_variables import launched_nodes, launched_rank, launched_size
-from mpitrain.system.numbers import natural, positive
+from mpitrain.system.number_texts import natural, positive
 
 if TYPE_CHECKING:
     from mpitrain.strategies.registry import Row
@@ -156,8 +156,9 @@ def add_job_options(
 
 def add_options(group: Any, *names: str) -> None:
     """Add these options of a run."""
+    options = declared(Overrides)
     for name in names:
-        add_option(group, name, declared(Overrides)[name])
+        add_option(group, name, options[name])
 
 
 def _under(heading: str) -> list[str]:

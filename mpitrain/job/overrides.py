@@ -29,7 +29,7 @@ from mpitrain.job.option import (
     option,
     spelt,
 )
-from mpitrain.system.numbers import above_zero, fraction, natural, positive, rate
+from mpitrain.system.number_texts import above_zero, fraction, natural, positive, rate
 from mpitrain.values import parse
 
 if TYPE_CHECKING:

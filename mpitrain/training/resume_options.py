@@ -17,10 +17,7 @@ from torch import nn
 from mpitrain.codecs.base import Codec
 from mpitrain.errors import UsageError
 from mpitrain.job import Job, Overrides
-from mpitrain.job.option import ACTS as ACTS
-from mpitrain.job.option import CONVERTED as CONVERTED
-from mpitrain.job.option import REFUSED as REFUSED
-from mpitrain.job.option import declared
+from mpitrain.job.option import ACTS, CONVERTED, declared
 from mpitrain.model.several_optimizers import SeveralOptimizers
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized

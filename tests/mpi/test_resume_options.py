@@ -9,8 +9,9 @@ import pytest
 from mpitrain import Job
 from mpitrain.cli import main as cli
 from mpitrain.job import Overrides
+from mpitrain.job.option import ACTS, CONVERTED, REFUSED
 from mpitrain.strategies.checkpoint_policy import read_policy
-from mpitrain.training.resume_options import ACTS, CONVERTED, ON_RESUME, REFUSED
+from mpitrain.training.resume_options import ON_RESUME
 from tests.mpi.cases import launch_program
 from tests.ranks import ROOT
 from tests.sampling import ALL_CELLS, cells

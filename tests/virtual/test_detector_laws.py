@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mpitrain.effects import Now, Recv, Send
+from mpitrain.effects import Now, Recv, Send, drive
 from mpitrain.errors import EvictedError, LostRankError
 from mpitrain.messages import Alive, Away, Ended, Lost, Over
 from mpitrain.roles.failure_detector.server_side import LOOK_EVERY_S, SILENT, FailureDetector
@@ -21,21 +21,18 @@ class Hand:
         self.sent, self.waits = [], []
 
     def play(self, role):
-        answer = None
-        while True:
-            try:
-                effect = role.send(answer)
-            except StopIteration as end:
-                return end.value
-            if isinstance(effect, Now):
-                answer = self.times.pop(0) if self.times else self.now_s
-            elif isinstance(effect, Recv):
-                self.waits.append((effect.timeout_s, tuple(effect.sources)))
-                answer = self.messages.pop(0)
-                self.now_s += 0.0 if answer or not effect.timeout_s else effect.timeout_s
-            else:
-                assert isinstance(effect, Send)
-                answer = self.sent.append((effect.to, effect.message))
+        return drive(role, self._answer)
+
+    def _answer(self, effect):
+        if isinstance(effect, Now):
+            return self.times.pop(0) if self.times else self.now_s
+        if isinstance(effect, Recv):
+            self.waits.append((effect.timeout_s, tuple(effect.sources)))
+            answer = self.messages.pop(0)
+            self.now_s += 0.0 if answer or not effect.timeout_s else effect.timeout_s
+            return answer
+        assert isinstance(effect, Send)
+        return self.sent.append((effect.to, effect.message))
 
 
 class Noting(SilenceTracker):

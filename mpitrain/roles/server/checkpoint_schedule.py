@@ -31,9 +31,7 @@ class CheckpointSchedule:
         self.request: CheckpointRequest | None = None  # the next one, or the last while no other is due
         self.last = 0
         self.ended = False
-        self._last_samples = (
-            0  # that the last one holds; it is named before the update after which it is written
-        )
+        self._last_samples = 0  # that the last one holds, which was named before the update that it holds
         self._last_at = 0  # the end of the run, as others have named it
         self._to_report: dict[int, int] = {}  # workers whose next answer says that it belongs to a checkpoint
 

@@ -62,6 +62,14 @@ def same(model: Any, expected: Any) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=name)
 
 
+def alike(ours: Any, alone: Any, *losses: Any) -> None:
+    """A step for each loss, of the wrapped model and of one process with the whole batch, end in the same."""
+    for number, loss in enumerate(losses):
+        step(*ours, loss(ours[0], share(number)))
+        step(*alone, loss(alone[0], share(number, whole=True)))
+    same(ours[0], alone[0])
+
+
 def leave(rt: Any) -> None:
     mt.finish()
     leave_default_group(rt)
@@ -70,25 +78,19 @@ def leave(rt: Any) -> None:
 def case_whatever_the_loss_calls(rt: Any) -> None:
     for text in ("allreduce()", "localsgd(period=2,start=8)"):
         for loss in LOSSES:
-            (model, optimizer), (expected, own) = wrapped(text), make()
-            name_itself(expected)
-            for number in range(4):
-                step(model, optimizer, loss(model, share(number)))
-                step(expected, own, loss(expected, share(number, whole=True)))
-            same(model, expected)
+            ours, alone = wrapped(text), make()
+            name_itself(alone[0])
+            alike(ours, alone, *[loss] * 4)
             leave(rt)
 
 
 def case_parameters_that_are_left_out_keep_their_values(rt: Any) -> None:
     """By all ranks: as in one process, neither decay nor momenta act on them; found at the first step, or announced."""
     for options in ({}, {"find_unused_parameters": True}):
-        (model, optimizer), (expected, own) = wrapped("allreduce()", **options), make()
-        for number in range(4):
-            chosen = encoder_alone if number != 2 or not options else through_methods
-            step(model, optimizer, chosen(model, share(number)))
-            step(expected, own, chosen(expected, share(number, whole=True)))
-        assert (model.out.weight.grad is None) == (expected.out.weight.grad is None)
-        same(model, expected)
+        ours, alone = wrapped("allreduce()", **options), make()
+        third = through_methods if options else encoder_alone
+        alike(ours, alone, encoder_alone, encoder_alone, third, encoder_alone)
+        assert (ours[0].out.weight.grad is None) == (alone[0].out.weight.grad is None)
         leave(rt)
 
 
@@ -132,11 +134,7 @@ def case_layers_that_the_backward_pass_computes_anew(rt: Any) -> None:
         UsageError, "use_reentrant=False, or", lambda: step(model, optimizer, computed_again(model, share(0)))
     )
     leave(rt)
-    (model, optimizer), (expected, own) = wrapped("allreduce()", find_unused_parameters=False), make()
-    for number in range(3):
-        step(model, optimizer, computed_again(model, share(number)))
-        step(expected, own, computed_again(expected, share(number, whole=True)))
-    same(model, expected)
+    alike(wrapped("allreduce()", find_unused_parameters=False), make(), *[computed_again] * 3)
     leave(rt)
 
 

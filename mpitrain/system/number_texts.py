@@ -6,6 +6,8 @@ Invariants: standard library only.
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
 
 
 def positive(text: str) -> int:
@@ -27,34 +29,27 @@ def natural(text: str) -> int:
     return int(text)
 
 
-def rate(text: str) -> float:
-    """A finite number of at least 0."""
+def number(text: str, fits: Callable[[float], bool], what: str) -> float:
+    """A number that `fits`; one that does not, which NaN never does, is refused as not being `what`."""
     try:
         value = float(text)
     except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number of at least 0")
+        value = math.nan
+    if not fits(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return value
+
+
+def rate(text: str) -> float:
+    """A finite number of at least 0."""
+    return number(text, lambda value: 0 <= value < math.inf, "a finite number of at least 0")
 
 
 def fraction(text: str) -> float:
     """A number of at least 0 and below 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1")
-    return value
+    return number(text, lambda value: 0 <= value < 1, "a number of at least 0 and below 1")
 
 
 def above_zero(text: str) -> float:
     """A finite number greater than 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number greater than 0")
-    return value
+    return number(text, lambda value: 0 < value < math.inf, "a finite number greater than 0")
