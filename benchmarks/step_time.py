@@ -30,6 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.model import FlatModel, Replica, ShardStore
+from mpitrain.model.recipe import GradientRule
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.runtime import start
 from mpitrain.mpi.world import MpiWorld
@@ -118,7 +119,7 @@ class Asynchronous(Contestant):
     def __init__(self, make, shape, engine):
         super().__init__(make, shape)
         flat = FlatModel(self.module, self.optimizer, 1)
-        self.replica = Replica(flat, None, None, None, 0, runtime.rank)
+        self.replica = Replica(flat, GradientRule(), None, runtime.rank)
         self.world = MpiWorld(engine, ROLES.servers, lambda source, kind: flat.buffer_for(0, final=True))
         self.role = Worker(runtime.rank, ROLES, self.replica, NullReport(), leased=False).run()
         self.world.advance(self.role, None)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from mpitrain.model.worker_replica import seed_step
+from mpitrain.model.recipe import seed_step
 from mpitrain.strategies.sampling.step_partition import StepPartition
 from tests import toy
 

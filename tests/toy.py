@@ -14,8 +14,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import mpitrain as mt
 from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
 from mpitrain.data.read.transform import transformed
+from mpitrain.model.accumulation import LeaseReader
 from mpitrain.model.loss import read_loss
-from mpitrain.model.worker_replica import seed_step
+from mpitrain.model.recipe import GradientRule, Recipe, UpdateRule, seed_step
+from mpitrain.strategies.ticks import Law
 from mpitrain.training.measure import build_optimizer
 
 
@@ -64,6 +66,16 @@ class MemoryReader:
         yield from (
             {"x": x, "y": y} for x, y in zip(self.x[whole].split(batch_size), self.y[whole].split(batch_size))
         )
+
+
+def leases(reader):
+    """What a replica reads of a source's reader."""
+    return LeaseReader(reader.batch, reader.prefetch)
+
+
+def recipe(loss, num_workers=1):
+    """Of a job that asks for nothing but this loss."""
+    return Recipe(GradientRule(loss), UpdateRule(law=Law(1, num_workers)))
 
 
 def perceptron():

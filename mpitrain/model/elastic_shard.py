@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from mpitrain.model.buffers import BufferPool, FixedBuffer, wire_dtype
-from mpitrain.model.ema import ema_of
 from mpitrain.model.flat import Layout
+from mpitrain.model.recipe import UpdateRule
+from mpitrain.strategies.parameter_server.elastic import Elastic
+from mpitrain.strategies.schedules import Pace
 
 
 class ElasticStore:
@@ -24,7 +26,8 @@ class ElasticStore:
         layout: of the whole vector; shard: which part of it.
         initial: 1-D tensor of the shard's first parameters; copied.
         share: a, by which both sides close the difference.
-        push_wire, reply_wire: as in `ServerStrategy`. What both sides use is d as it travels.
+        strategy: its wires; what both sides use is d as it travels.
+        rule: of updates, of which there is the moving average here; pace: what rates follow on the workers.
     """
 
     correction = None
@@ -36,17 +39,17 @@ class ElasticStore:
         shard: int,
         initial: torch.Tensor,
         share: float,
-        push_wire: str = "full",
-        reply_wire: str = "full",
-        ema: float | None = None,
+        strategy: Elastic = Elastic(),  # noqa: B008 - frozen
+        rule: UpdateRule = UpdateRule(),  # noqa: B008 - frozen
+        pace: Pace | None = None,
     ):
         self.share = share
         self.pool = BufferPool(layout.size(shard), layout.dtype)
-        self.arrivals = BufferPool(self.pool.numel, wire_dtype(push_wire, layout.dtype))
-        self._replies = BufferPool(self.pool.numel, wire_dtype(reply_wire, layout.dtype))
+        self.arrivals = BufferPool(self.pool.numel, wire_dtype(strategy.push_numbers, layout.dtype))
+        self._replies = BufferPool(self.pool.numel, wire_dtype(strategy.reply_numbers, layout.dtype))
         self.centre = self.pool.take()
         self.centre.body.copy_(initial)
-        self.ema = ema_of(ema, lambda: [self.centre.body])
+        self.updates = rule.begin(None, lambda: [self.centre.body], pace)
         self._gathered: list[tuple[int, FixedBuffer]] = []
         self._answers: dict[int, FixedBuffer] = {}
 
@@ -84,10 +87,9 @@ class ElasticStore:
             self._answers[worker] = difference
             payload.release()
         self._gathered.clear()
-        if self.ema is not None:
-            self.ema.update()
+        self.updates.moved()
 
-    def set_rate(self, factor: Any) -> None:
+    def follow(self, samples: int, num_workers: int) -> None:
         """Workers hold the rates."""
 
     def statistics(self) -> dict[str, float]:
@@ -96,9 +98,9 @@ class ElasticStore:
 
     def average(self) -> FixedBuffer:
         """The moving average of the shard, a copy; asked where the job keeps one."""
-        assert self.ema is not None, "no average is kept"
+        assert self.updates.ema is not None, "no average is kept"
         copy = self.pool.take()
-        copy.body.copy_(self.ema.values()[0])
+        copy.body.copy_(self.updates.ema.values()[0])
         return copy
 
     def read(self, worker: int, full: bool = False, uses: int = 1) -> FixedBuffer:
@@ -114,7 +116,7 @@ class ElasticStore:
     def state(self) -> dict[str, Any]:
         """The centre; a copy."""
         assert not self._gathered, "state is taken between exchanges"
-        ema = {"ema": self.ema.state()} if self.ema is not None else {}
+        ema = {"ema": self.updates.ema.state()} if self.updates.ema is not None else {}
         return {"parameters": self.centre.body.clone(), **ema}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -125,5 +127,5 @@ class ElasticStore:
             self.centre = self.pool.take()
         self.centre.rewrite()
         self.centre.body.copy_(state["parameters"])
-        if self.ema is not None:
-            self.ema.restore(state.get("ema"))
+        if self.updates.ema is not None:
+            self.updates.ema.restore(state.get("ema"))

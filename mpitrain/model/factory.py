@@ -13,13 +13,13 @@ from mpitrain.embedding.lookups import Lookups
 from mpitrain.embedding.shard import Begin, TableShard
 from mpitrain.embedding.tables import Table
 from mpitrain.errors import UsageError
-from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.codec_registry import check_optimizer as check_momentum
 from mpitrain.model.elastic_shard import ElasticStore
 from mpitrain.model.flat import FlatModel
-from mpitrain.model.optimizer import check_closure, check_elementwise, check_weighable
+from mpitrain.model.optimizer import Rates, check_closure, check_elementwise, check_weighable
 from mpitrain.model.optimizer_state import state_slices
 from mpitrain.model.push_codec import PushCoder
+from mpitrain.model.recipe import Recipe
 from mpitrain.model.server_shard import ShardStore
 from mpitrain.model.server_steps import ServerSteps
 from mpitrain.model.step_hooks import check_step
@@ -78,27 +78,24 @@ def shard_store(
     shard: int,
     optimizer: Optimizer,
     strategy: ServerStrategy,
-    num_workers: int,
-    clipping: Clipping = NO_CLIPPING,
-    ema: float | None = None,
-    seed: int = 0,
+    recipe: Recipe = Recipe(),  # noqa: B008 - frozen
 ) -> ShardStore | ElasticStore:
     """One server's shard of `model`, starting from the parameters it holds and the state of `optimizer`, where it has
-    any. Where workers keep their own optimizer the server adds what they push: w <- w - mean of it. `clipping`: of the
-    mean gradient; `ema`: decay of the moving average of the parameters; `seed`: of the first values of tables."""
-    initial, wires = model.wire_buffers[shard].body, (strategy.push_numbers, strategy.reply_numbers)
+    any. Where workers keep their own optimizer the server adds what they push: w <- w - mean of it."""
+    initial, rule, pace = model.wire_buffers[shard].body, recipe.update, recipe.update.pace(Rates(optimizer))
     if strategy.elastic:
-        return ElasticStore(
-            model.layout, shard, initial, cast(Elastic, strategy).share(num_workers), *wires, ema
-        )
+        centred = cast(Elastic, strategy)
+        share = centred.share(rule.law.num_workers)
+        return ElasticStore(model.layout, shard, initial, share, centred, rule, pace)
     if strategy.optimizer == "worker":
         optimizer = SGD([{"params": group["params"]} for group in optimizer.param_groups], lr=1.0)
-    codecs = (strategy.push_codec, strategy.reply_codec)
-    arguments = (model.layout, shard, initial, optimizer, strategy.damping, *wires, *codecs, clipping, ema)
+    arguments = (model.layout, shard, initial, optimizer, strategy, rule, pace)
     store = (
         ShardStore(*arguments)
         if model.lookups is None
-        else TabledStore(table_shards(model, model.lookups, shard, optimizer, seed), *arguments)
+        else TabledStore(
+            table_shards(model, model.lookups, shard, optimizer, recipe.gradient.seed), *arguments
+        )
     )
     store.begin_with(
         state_slices(

@@ -22,10 +22,10 @@ from mpitrain.errors import UsageError
 from mpitrain.model.buffers import BufferPool, FixedBuffer
 from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.optimizer import Rates
+from mpitrain.model.recipe import UpdateRule
 from mpitrain.model.step_hooks import without_global_hooks
 from mpitrain.strategies.base import ServerStrategy
-from mpitrain.strategies.schedules import Progress
-from mpitrain.strategies.ticks import Ticks
+from mpitrain.strategies.schedules import Pace
 from mpitrain.system import trace
 
 
@@ -36,7 +36,7 @@ class LocalSteps:
         model: whose parameters move.
         optimizer: that moves them; its state stays here for the whole run, also when parameters are read anew.
         pushes: "update", "gradient" or "parameters".
-        schedule: factor on the rates, by accepted samples; ticks: of the job, where it has one.
+        pace: what the rates follow; None where they stay as they are.
         source: the optimizer whose rates these steps follow, where they are "gradient" steps beside a server's.
     """
 
@@ -45,16 +45,15 @@ class LocalSteps:
         model: FlatModel,
         optimizer: Optimizer,
         pushes: str,
-        schedule: Progress | None = None,
-        ticks: Ticks | None = None,
+        pace: Pace | None = None,
         source: Optimizer | None = None,
     ):
         self.model, self.optimizer, self.pushes = model, optimizer, pushes
         self._own_step = optimizer.step  # `wrap` lets the user's optimizer step the servers from here on
         self.source = source
         self._pushed_rates: list[float] = []
-        self.schedule, self.ticks = schedule, ticks
-        self._num_workers = ticks.law.num_workers if ticks is not None else 1
+        self.pace = pace or Pace()
+        self._num_workers = self.pace.num_workers
         self._rates = Rates(optimizer)
         layout = model.layout
         self._pools = [BufferPool(layout.size(shard), layout.dtype) for shard in range(layout.num_shards)]
@@ -64,15 +63,14 @@ class LocalSteps:
     def progress(self, samples: int, living: float = 1.0) -> None:
         """So many samples have been accepted, and this part of the workers is not lost: the rate of the next step
         follows."""
-        if self.schedule is not None and self.ticks is not None:
-            law = self.ticks.law.among(max(1, round(living * self._num_workers)))
-            if law != self.ticks.law:
-                self.ticks.change(law, samples)
-            factor = self.schedule.factor(samples / self.ticks.epoch_samples, law.num_workers)
-            if (
-                isinstance(factor, list) and self.source is not None
-            ):  # the server's momentum is none of these steps'
-                factor = [{"lr": group["lr"]} for group in factor]
+        num_workers = max(1, round(living * self._num_workers))
+        self.pace.change(num_workers, samples)
+        factor = self.pace.factor(samples, num_workers)
+        if (
+            isinstance(factor, list) and self.source is not None
+        ):  # the server's momentum is none of these steps'
+            factor = [{"lr": group["lr"]} for group in factor]
+        if factor is not None:
             self._rates.set(factor)
 
     def step(self) -> bool:
@@ -98,11 +96,11 @@ class LocalSteps:
     @property
     def rates(self) -> list[float] | None:
         """At which a server is to apply the next push, by group; None where that is the optimizer's affair."""
-        return list(self._pushed_rates) if self.source is not None and self.schedule is None else None
+        return list(self._pushed_rates) if self.source is not None and self.pace.schedule is None else None
 
     def _follow_rates(self, gradients: list[FixedBuffer]) -> None:
         """Step at the source's rates, and make what is pushed worth as much at the rates of the push."""
-        if self.source is None or self.schedule is not None:
+        if self.source is None or self.pace.schedule is not None:
             return
         now = [float(group["lr"]) for group in self.source.param_groups]
         for group, rate in zip(self.optimizer.param_groups, now, strict=True):
@@ -173,8 +171,7 @@ def local_steps(
     model: FlatModel,
     optimizer: Optimizer,
     strategy: ServerStrategy,
-    schedule: Progress | None = None,
-    ticks: Ticks | None = None,
+    rule: UpdateRule = UpdateRule(),  # noqa: B008 - frozen
 ) -> LocalSteps | None:
     """What the strategy asks of a worker between reads; None when it only computes gradients.
 
@@ -186,7 +183,7 @@ def local_steps(
     """
     if not strategy.moves:
         return None
-    source = None
+    source, pace = None, rule.pace(Rates(optimizer))
     pushes = "parameters" if strategy.elastic else "update" if strategy.optimizer == "worker" else "gradient"
     if pushes == "gradient":
         if not isinstance(optimizer, SGD):
@@ -197,4 +194,4 @@ def local_steps(
         source = optimizer
         groups = [{"params": group["params"], "lr": group["lr"]} for group in optimizer.param_groups]
         optimizer = SGD(groups, lr=0.0)
-    return LocalSteps(model, optimizer, pushes, schedule, ticks, source)
+    return LocalSteps(model, optimizer, pushes, pace, source)

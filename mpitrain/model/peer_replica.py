@@ -21,16 +21,13 @@ from mpitrain.errors import UsageError
 from mpitrain.messages import Lease
 from mpitrain.model.accumulation import LeaseReader
 from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer
-from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.codec_registry import check_optimizer, make_encoder, make_layout_of
-from mpitrain.model.ema import ema_of
 from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.optimizer import Rates
-from mpitrain.model.precision import LossScale
-from mpitrain.model.worker_replica import Batch, Gradient, backward_on_lease, seed_step
+from mpitrain.model.recipe import Recipe
+from mpitrain.model.worker_replica import Gradient
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Turn
-from mpitrain.strategies.schedules import Progress
 from mpitrain.system import trace
 
 
@@ -39,12 +36,8 @@ class PeerReplica:
 
     Args:
         model: the flat model, of one shard; optimizer: over its parameters, this peer's own.
-        strategy: what is sent; number: of peers, rank: this one's.
-        loss, fetch, prefetch, seed, measure, shared: as for `Replica`.
-        schedule: factor on the rates, by samples of all peers; epoch_samples: in an epoch.
-        clipping: of this peer's gradients, before its optimizer's step; part_samples, loss_scale: as for
-            `Replica`.
-        ema: decay of the moving average of this peer's parameters; None for none.
+        strategy: what is sent; rank: this peer's; recipe: how its batches become its updates.
+        reader: of the training data; measure, shared: as for `Replica`.
 
     Raises:
         UsageError: a codec for parameters that are not float32, or that has a momentum beside the optimizer's.
@@ -55,29 +48,23 @@ class PeerReplica:
         model: FlatModel,
         optimizer: Optimizer,
         strategy: Decentralized,
-        number: int,
         rank: int,
-        loss: Callable[[Any, Batch], Any],
-        fetch: Callable[[int, int, int], Batch],
-        prefetch: Callable[[int, int, int], None],
-        seed: int,
+        recipe: Recipe,
+        reader: LeaseReader,
         measure: Callable[[int | None], dict[str, float]] | None = None,
         shared: bool = False,
-        schedule: Progress | None = None,
-        epoch_samples: int = 0,
-        clipping: Clipping = NO_CLIPPING,
-        part_samples: int = 0,
-        loss_scale: LossScale | None = None,
-        ema: float | None = None,
     ):
         self.model, self.optimizer, self.strategy, self.rank = model, optimizer, strategy, rank
-        self.loss, self.reader, self.seed = loss, LeaseReader(fetch, prefetch, part_samples), seed
-        self.measure, self.shared = measure, shared
-        self.schedule, self.epoch_samples, self.clipping = schedule, epoch_samples, clipping
-        self.loss_scale = loss_scale
+        self.own_gradients, self.reader, self.measure, self.shared = (
+            recipe.gradient.begin(rank),
+            reader,
+            measure,
+            shared,
+        )
         self._rates = Rates(optimizer)
+        self.updates = recipe.update.begin(self._rates, lambda: [self.x])
         self._own_step = optimizer.step  # `wrap` lets the user's optimizer step the peers from here on
-        self.encoder = self._make_encoder(number)
+        self.encoder = self._make_encoder()
         layout = model.layout
         self._layout = make_layout_of(zip(layout.names, layout.shapes, strict=True))
         self.x = model.wire_buffers[0].body.clone() if shared else model.wire_buffers[0].body
@@ -88,20 +75,19 @@ class PeerReplica:
         buffers = [buffer for buffer in model.module.buffers() if buffer is not None]
         self._module_buffers = buffers if shared else []
         self._buffers = [buffer.clone() for buffer in buffers] if shared else buffers
-        self.ema = ema_of(ema, lambda: [self.x])
         self.num_messages, self.codec_s, self._kept = 0, 0.0, 0.0
         trace.watch(self, _move=("optimizer", trace.OPTIMIZER))
         if self.encoder is not None:
             trace.watch(self, update=("encode", trace.CODEC), _take=("decode", trace.CODEC))
 
-    def _make_encoder(self, number: int) -> Encoder | None:
+    def _make_encoder(self) -> Encoder | None:
         codec, dtype = self.strategy.codec, self.model.layout.dtype
         if codec.is_none:
             return None
         check_optimizer(codec, self.optimizer)
         if dtype != torch.float32:
             raise UsageError(f"{codec}: a codec takes float32 parameters, these are {dtype}")
-        return make_encoder(codec, number, self.rank, self.seed)
+        return make_encoder(codec, self.updates.rule.law.num_workers, self.rank, self.own_gradients.rule.seed)
 
     def prefetch(self, lease: Lease) -> None:
         """Start reading the batch."""
@@ -112,18 +98,8 @@ class PeerReplica:
         lease = turn.lease
         assert lease is not None
         self._enter()
-        mean = backward_on_lease(
-            self.model,
-            self.loss,
-            self.reader,
-            lease,
-            lambda part: seed_step(self.seed, self.rank, turn.step, part),
-            self.loss_scale,
-            turn.weight,
-        )
-        self.clipping.clip_parameters(self.model.parameters)
-        if self.schedule is not None and self.epoch_samples:
-            self._rates.set(self.schedule.factor(turn.samples_before / self.epoch_samples, turn.num_active))
+        mean = self.own_gradients.backward(self.model, self.reader, lease, turn.step, turn.weight)
+        self.updates.follow(turn.samples_before, turn.num_active)
         gradient = self.collect(mean.value, lease.num_samples)
         self._leave()
         return gradient
@@ -264,8 +240,7 @@ class PeerReplica:
 
     def end_step(self) -> None:
         """A step is over, with what others have sent taken in: the moving average follows."""
-        if self.ema is not None:
-            self.ema.update()
+        self.updates.moved()
 
     def show(self) -> None:
         """Make the parameters x, where they do not live in it."""
@@ -307,7 +282,7 @@ class PeerReplica:
             "parameters": self.x.clone(), "optimizer": optimizer, "encoder": encoder, "copies": copies,
             "common": (self.x if self._common is None else self._common).clone(),
             "buffers": [buffer.detach().clone() for buffer in self._buffers],
-            "ema": self.ema.state() if self.ema else [],
+            "ema": self.updates.ema.state() if self.updates.ema else [],
         }  # fmt: skip
 
     @torch.no_grad()
@@ -316,8 +291,8 @@ class PeerReplica:
         self.x.copy_(state["parameters"])
         self.show()
         self._rates.restore(state["optimizer"])
-        if self.ema is not None:
-            self.ema.restore(state.get("ema"))
+        if self.updates.ema is not None:
+            self.updates.ema.restore(state.get("ema"))
         for buffer, saved in zip(self._buffers, state["buffers"], strict=True):
             buffer.copy_(saved)
         if self.encoder is not None and state["encoder"]:

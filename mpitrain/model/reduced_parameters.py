@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from mpitrain.model.clipping import Clipping
 from mpitrain.model.optimizer import Rates
-from mpitrain.strategies.schedules import Progress
-from mpitrain.strategies.ticks import Ticks
+from mpitrain.model.recipe import UpdateRule
 from mpitrain.system import trace
 
 
@@ -29,25 +27,19 @@ class ReducedParameters:
 
     Args:
         parameters: all of one dtype; optimizer: the job's, which steps those that have a gradient.
-        usual_share: of a full batch, so that equal shares change no bit; num_workers: that bring gradients.
-        clipping: of the mean gradient.
-        schedule: factor on the rates, by accepted samples; ticks: of the job.
+        rule: how the mean gradient becomes an update; shares are counted in that of a full batch, so that equal ones
+            change no bit.
     """
 
     def __init__(
         self,
         parameters: Sequence[torch.Tensor],
         optimizer: Optimizer,
-        usual_share: float,
-        num_workers: int,
-        clipping: Clipping,
-        schedule: Progress | None = None,
-        ticks: Ticks | None = None,
+        rule: UpdateRule,
     ):
-        self.parameters, self.optimizer, self.clipping = list(parameters), optimizer, clipping
-        self.usual_share, self.num_workers = usual_share, num_workers
-        self.schedule, self.ticks = schedule, ticks
+        self.parameters, self.optimizer, self.law = list(parameters), optimizer, rule.law
         self._rates = Rates(optimizer)
+        self.updates = rule.begin(self._rates, lambda: self.parameters)
         self._sizes = [parameter.numel() for parameter in self.parameters]
         self.num_rounds = 0  # whose means have come, stepped with or not
         trace.watch(self, step=("optimizer", trace.OPTIMIZER))
@@ -61,7 +53,7 @@ class ReducedParameters:
     def gather(self, vector: torch.Tensor, share: float) -> None:
         """Put what backward has left on the parameters into `vector`; a missing gradient counts as zero."""
         vector.zero_()
-        weight = share / self.usual_share if self.num_workers > 1 else 1.0
+        weight = share / self.law.batch_size if self.law.num_workers > 1 else 1.0
         targets, sources = [], []
         for parameter, target in zip(self.parameters, self._cut(vector), strict=True):
             if parameter.grad is not None:
@@ -90,11 +82,10 @@ class ReducedParameters:
             return
         if share != 1.0:
             total[:-1].mul_(1.0 / share)
-        if self.schedule is not None and self.ticks is not None:
-            self._rates.set(self.schedule.factor(samples / self.ticks.epoch_samples, self.num_workers))
+        self.updates.follow(samples, self.law.num_workers)
         for parameter, gradient in zip(self.parameters, self._cut(total), strict=True):
             parameter.grad = gradient.to(parameter.device)
-        self.clipping.clip_parameters(self.parameters)
+        self.updates.shape(lambda: [one.grad for one in self.parameters if one.grad is not None])
         with torch.enable_grad():  # as an optimizer's own step expects, and its hooks
             self.optimizer.step()
         for parameter in self.parameters:

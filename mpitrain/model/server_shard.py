@@ -20,21 +20,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mpitrain.codecs.base import Codec
-from mpitrain.codecs.none import Uncompressed
 from mpitrain.embedding.shard import TableShard
 from mpitrain.messages import NOT_SENT
 from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
-from mpitrain.model.clipping import NO_CLIPPING, Clipping
-from mpitrain.model.ema import ema_of
 from mpitrain.model.flat import Layout
 from mpitrain.model.group_options import FollowedOptions
 from mpitrain.model.optimizer import Rates, check_elementwise, coupled_decays, rebuild, scaled
 from mpitrain.model.push_codec import PushDecoder
+from mpitrain.model.recipe import UpdateRule
 from mpitrain.model.reply_codec import ReplyCoder
 from mpitrain.model.step_hooks import without_global_hooks
-from mpitrain.strategies.damping.base import Damping
-from mpitrain.strategies.damping.keep import Keep
+from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.parameter_server.asynchronous import Async
+from mpitrain.strategies.schedules import Pace
 
 
 class ShardStore:
@@ -45,9 +43,8 @@ class ShardStore:
         initial: 1-D tensor of the shard's first parameters; copied.
         prototype: the user's optimizer; its class and group options are used, its own parameters are not
             touched.
-        push_wire, reply_wire: numbers on the wire; push_codec, reply_codec: what codes them, as in `ServerStrategy`.
-        damping: where it corrects gradients elementwise, what each worker read is kept here for it.
-        clipping: of the mean gradient.
+        strategy: its wires and codecs; where its damping corrects gradients elementwise, what each worker read is kept.
+        rule: how gradients become updates; pace: what the rates follow, where the prototype is not the job's optimizer.
         tables: whose rows the same optimizer updates (`TabledStore`).
     """
 
@@ -57,22 +54,19 @@ class ShardStore:
         shard: int,
         initial: torch.Tensor,
         prototype: Optimizer,
-        damping: Damping = Keep(),  # noqa: B008 - frozen
-        push_wire: str = "full",
-        reply_wire: str = "full",
-        push_codec: Codec = Uncompressed(),  # noqa: B008 - frozen
-        reply_codec: Codec = Uncompressed(),  # noqa: B008 - frozen
-        clipping: Clipping = NO_CLIPPING,
-        ema: float | None = None,
+        strategy: ServerStrategy = Async(),  # noqa: B008 - frozen
+        rule: UpdateRule = UpdateRule(),  # noqa: B008 - frozen
+        pace: Pace | None = None,
         tables: Sequence[TableShard] = (),
     ):
         check_elementwise(prototype)
-        self._clipping, self._pieces = clipping, layout.pieces(shard)
+        self._pieces = layout.pieces(shard)
         self.pool = BufferPool(layout.size(shard), layout.dtype)
-        self.arrivals = self._pool_for(push_wire)
-        self._replies = self._pool_for(reply_wire)
-        self._decoder = None if push_codec.is_none else PushDecoder(layout, shard)
-        self._coder = None if reply_codec.is_none else ReplyCoder(layout, shard, reply_codec)
+        self.arrivals = self._pool_for(strategy.push_numbers)
+        self._replies = self._pool_for(strategy.reply_numbers)
+        self._decoder = None if strategy.push_codec.is_none else PushDecoder(layout, shard)
+        codec = strategy.reply_codec
+        self._coder = None if codec.is_none else ReplyCoder(layout, shard, codec)
         self._reply: FixedBuffer | None = (
             None  # the present version as it is sent, once somebody has asked for it
         )
@@ -86,12 +80,13 @@ class ShardStore:
         self.optimizer = rebuild(prototype, list(zip(groups, parameters, strict=True)))
         self._rates = Rates(self.optimizer, groups)
         self._options = FollowedOptions(self.optimizer, groups)
-        self._factor: Any = None  # of the job's schedule, where there is one
-        self.correction = damping.make_correction()
+        self.updates = rule.begin(self._rates, lambda: [self.live.body], pace or rule.pace(Rates(prototype)))
+        self._steps_workers = strategy.optimizer == "worker"  # whose rates are theirs
+        self._progress: tuple[int, int] | None = None  # samples and workers before the update to come
+        self.correction = strategy.damping.make_correction()
         self._reads: dict[
             int, deque[FixedBuffer]
         ] = {}  # for a correction: what each worker read, the oldest first
-        self.ema = ema_of(ema, lambda: [self.live.body])
         self._gathered: FixedBuffer | None = None
         self._own_weight = 1.0  # of what is gathered, which it has not met yet
         self._weights: list[float] = []  # of what is gathered, times its share
@@ -198,8 +193,8 @@ class ShardStore:
             self._move_to(self.pool.take())
         self.live.rewrite(num_holders=2)
         self._options.apply(len(self._weights))
-        if self._factor is not None:  # the job's own schedule has the last word, as it has without servers
-            self._rates.set(self._factor)
+        if self._progress is not None:  # the job's own schedule has the last word, as it has without servers
+            self.updates.follow(*self._progress)
         rate, decay = self._scale(gathered.body, norm)
         for parameter, (start, stop) in zip(self._parameters, self._slices, strict=True):
             parameter.grad = gathered.body[start:stop]
@@ -216,8 +211,7 @@ class ShardStore:
         if self._reply is not None:
             self._reply.release()
             self._reply = None
-        if self.ema is not None:
-            self.ema.update()
+        self.updates.moved()
         self._gathered = self._mean_rate = None
         self._weights.clear()
         self._shares.clear()
@@ -258,10 +252,9 @@ class ShardStore:
         """Make the gathered sum what the optimizer is to see; returns the factors on its learning rate and its weight
         decay. `norm`: as for `apply`."""
         rate = self._to_mean() if self._mean_rate is None else self._mean_rate
-        if self._clipping:
-            scale = self._scale_of(rate)
-            total = None if norm is None else torch.tensor(norm * scale, dtype=torch.float64)
-            self._clipping.clip(self._by_parameter(gradient), scale, total)
+        scale = self._scale_of(rate)
+        total = None if norm is None else torch.tensor(norm * scale, dtype=torch.float64)
+        self.updates.shape(lambda: self._by_parameter(gradient), scale, total)
         if self.correction and self.correction.scales:  # decay is in the gradient, scaled with it
             return (1.0 if self._is_proportional else rate), 0.0
         return (1.0, rate) if self._is_proportional else (rate, 1.0)
@@ -273,10 +266,10 @@ class ShardStore:
         self.live.release()
         self.live = fresh
 
-    def set_rate(self, factor: Any) -> None:
-        """Learning rates become `factor` times what they were at first, or options what a list says, as in `Rates`."""
-        self._factor = factor
-        self._rates.set(factor)
+    def follow(self, samples: int, num_workers: int) -> None:
+        """The update to come is the one after so many accepted samples, with so many workers."""
+        if not self._steps_workers:
+            self._progress = samples, num_workers
 
     def statistics(self) -> dict[str, float]:
         """What the codecs cost here, in milliseconds a message."""
@@ -285,9 +278,9 @@ class ShardStore:
 
     def average(self) -> FixedBuffer:
         """The moving average of the shard, a copy; asked where the job keeps one."""
-        assert self.ema is not None, "no average is kept"
+        assert self.updates.ema is not None, "no average is kept"
         copy = self.pool.take()
-        copy.body.copy_(self.ema.values()[0])
+        copy.body.copy_(self.updates.ema.values()[0])
         return copy
 
     def read(self, worker: int, full: bool = False, uses: int = 1) -> FixedBuffer | VariableBuffer:
@@ -324,8 +317,8 @@ class ShardStore:
         replies: dict[str, Any] = (
             {"replies": {"codec": self._coder.codec.name, **self._coder.state()}} if self._coder else {}
         )
-        if self.ema is not None:
-            replies["ema"] = self.ema.state()
+        if self.updates.ema is not None:
+            replies["ema"] = self.updates.ema.state()
         return {
             "parameters": self.live.body.clone(), "optimizer": copied, "correction": correction, **replies,
         }  # fmt: skip
@@ -340,8 +333,8 @@ class ShardStore:
         self.live.rewrite()
         self.live.body.copy_(state["parameters"])
         self._rates.restore(state["optimizer"])
-        if self.ema is not None:
-            self.ema.restore(state.get("ema"))
+        if self.updates.ema is not None:
+            self.updates.ema.restore(state.get("ema"))
         if self.correction and state["correction"]:
             self.correction.restore(state["correction"])
         if self._coder is not None:

@@ -18,7 +18,7 @@ from mpitrain.messages import Lease, Payload
 from mpitrain.model.accumulation import LeaseReader, Part
 from mpitrain.model.buffers import FixedBuffer, VariableBuffer, wire_dtype
 from mpitrain.model.flat import all_finite
-from mpitrain.model.worker_replica import Gradient, Replica, seed_step
+from mpitrain.model.worker_replica import Gradient, Replica
 
 MOST_TRIES = 16  # passes over one batch that each want other rows than the one before
 CHUNK_ROWS = 1 << 16  # of the final model, in one question
@@ -120,7 +120,7 @@ class TabledReplica(Replica):
         model.module.train()
         found: list[Ids] = []
         for number, (batch, _) in enumerate(self.kept.read(lease)):
-            seed_step(self.seed, self.worker, step, number)
+            self.own_gradients.seed(step, number)
             on_device = {name: x.to(model.device) for name, x in batch.items()}
             found.append(self.rows.name(self._pass_over(on_device)))
         self._put_back(kept)
@@ -128,7 +128,7 @@ class TabledReplica(Replica):
         return union(found)
 
     def _pass_over(self, batch: dict[str, torch.Tensor]) -> Callable[[], Any]:
-        return lambda: self.loss(self.model.module, batch)
+        return lambda: self.own_gradients.rule.loss(self.model.module, batch)
 
     @torch.no_grad()
     def _put_back(self, kept: list[torch.Tensor]) -> None:
@@ -147,10 +147,11 @@ class TabledReplica(Replica):
             self._put_back(kept)
             self._num_tries += 1
             if self._num_tries > MOST_TRIES:
+                worker = self.own_gradients.worker
                 raise UsageError(
-                    f"worker {self.worker}, step {step}: {MOST_TRIES} forward passes over one batch have each looked "
-                    "up other rows; what is looked up must depend on the batch, the parameters and torch's own random "
-                    "numbers alone"
+                    f"worker {worker}, step {step}: {MOST_TRIES} forward passes over one batch have each "
+                    "looked up other rows; what is looked up must depend on the batch, the parameters and torch's own "
+                    "random numbers alone"
                 ) from None
             self._needed[lease] = union([self._needed[lease], self.rows.take_named()])
             return None

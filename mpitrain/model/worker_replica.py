@@ -9,27 +9,19 @@ them at its first read of the servers' model.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from mpitrain.model.accumulation import LeaseReader, MeanLoss, backward_in_parts
+from mpitrain.model.accumulation import LeaseReader
 from mpitrain.model.buffers import FixedBuffer, VariableBuffer
-from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.local_steps import LocalSteps
-from mpitrain.model.loss import BatchLoss, read_loss
-from mpitrain.model.precision import LossScale, backward_scaled
 from mpitrain.model.push_codec import PushCoder
+from mpitrain.model.recipe import GradientRule
 from mpitrain.model.reply_codec import ReplyReader
 from mpitrain.model.server_steps import ServerSteps
-from mpitrain.system.draws import LOCK
-
-Batch = dict[str, torch.Tensor]
-Loss = Callable[[Any, Batch], Any]
 
 
 class Gradient(NamedTuple):
@@ -44,86 +36,44 @@ class Gradient(NamedTuple):
     options: str = ""
 
 
-_has_accelerator = functools.cache(torch.accelerator.is_available)  # it asks a driver where torch has one
+class Between(NamedTuple):
+    """What the strategy asks of a worker between a gradient and its push.
 
+    Args:
+        local: steps of its own between reads; None: it only computes gradients.
+        coder: makes messages of what is pushed.
+        server_steps: the job's optimizer, where servers take its steps: its hooks act here, its options travel.
+    """
 
-def seed_step(seed: int, worker: int, step: int, part: int = 0) -> None:
-    """Seed torch for one step of one worker, or for one batch of several that it takes the step with."""
-    key = f"{seed}/{worker}/{step}" + (f"/{part}" if part else "")
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "little") >> 1
-    with LOCK:
-        if _has_accelerator():
-            torch.manual_seed(number)
-        else:  # the same, without a note of the call stack for every kind of device that may yet come: a millisecond
-            torch.default_generator.manual_seed(number)
-
-
-def backward_on_lease(
-    model: FlatModel,
-    loss: Loss,
-    reader: LeaseReader,
-    lease: Any,
-    seed: Callable[[int], None],
-    scale: LossScale | None,
-    weight: float = 1.0,
-) -> MeanLoss:
-    """Forward and backward over the batches of a lease, in training mode; leaves the gradient of `weight` times their
-    mean loss on the parameters. `seed(number)`: called before each batch."""
-
-    def loss_of(batch: Batch) -> BatchLoss:
-        on_device = {name: x.to(model.device, non_blocking=True) for name, x in batch.items()}
-        with model.in_place.around():
-            return read_loss(loss(model.module, on_device))
-
-    def backward(factor: float) -> MeanLoss:
-        parts = reader.read(lease)
-        return backward_in_parts(parts, lease.num_samples, loss_of, seed, model.owners(), factor * weight)
-
-    model.module.train()
-    for parameter in (*model.parameters, *model.reduced):
-        parameter.grad = None
-    return backward_scaled(scale, model.module, backward, model.gradients)
+    local: LocalSteps | None = None
+    coder: PushCoder | None = None
+    server_steps: ServerSteps | None = None
 
 
 class Replica:
     """One worker's model and data.
 
     Args:
-        model: the flat model; loss: `loss(module, batch)` as in `Job`.
-        fetch: `fetch(epoch, start, count) -> batch`; prefetch: the same arguments, a hint.
-        seed, worker: key of the randomness; the worker's number among the workers, whatever its rank is.
+        model: the flat model; rule: how it becomes a gradient.
+        reader: of the training data; worker: its number among the workers, whatever its rank is.
+        between: what happens to a gradient before it is pushed.
         measure: returns the validation metrics of the module, or nothing.
         shared: other replicas use the same module in between.
-        local: steps of its own between reads, where the strategy asks for them.
-        coder: makes messages of what is pushed.
-        server_steps: the job's optimizer, where servers take its steps: its hooks act here, its options travel.
-        clipping: of this worker's own gradients.
-        part_samples: samples that are computed at once, where a lease is more than one batch; 0: a lease is one.
-        loss_scale: of losses that are computed in float16.
     """
 
     def __init__(
         self,
         model: FlatModel,
-        loss: Callable[[Any, Batch], Any],
-        fetch: Callable[[int, int, int], Batch],
-        prefetch: Callable[[int, int, int], None],
-        seed: int,
+        rule: GradientRule,
+        reader: LeaseReader,
         worker: int,
+        between: Between = Between(),  # noqa: B008 - frozen
         measure: Callable[[int | None], dict[str, float]] | None = None,
         shared: bool = False,
-        local: LocalSteps | None = None,
-        coder: PushCoder | None = None,
-        server_steps: ServerSteps | None = None,
-        clipping: Clipping = NO_CLIPPING,
-        part_samples: int = 0,
-        loss_scale: LossScale | None = None,
     ):
-        self.model, self.loss, self.reader = model, loss, LeaseReader(fetch, prefetch, part_samples)
-        self.seed, self.worker, self.measure, self.shared = seed, worker, measure, shared
-        self.local, self.coder, self.server_steps = local, coder, server_steps
-        self.clipping, self.loss_scale = clipping, loss_scale
+        self.model, self.own_gradients, self.reader = model, rule.begin(worker), reader
+        self.measure, self.shared = measure, shared
+        self.local, self.coder, self.server_steps = between
         self._reader = ReplyReader(model.layout) if model.replies_coded else None
         self._finite = True  # all that the next push is made of
         self._stepped = False  # hooks have run before a step, and not yet after it
@@ -187,15 +137,7 @@ class Replica:
         """Forward and backward over the lease's batch, on the parameters loaded last."""
         self._enter()
         self._after_step(broken_off=self._wire_buffers is not None)
-        mean = backward_on_lease(
-            self.model,
-            self.loss,
-            self.reader,
-            lease,
-            lambda part: seed_step(self.seed, self.worker, step, part),
-            self.loss_scale,
-        )
-        self.clipping.clip_parameters(self.model.owners())
+        mean = self.own_gradients.backward(self.model, self.reader, lease, step)
         value = mean.value
         if self.server_steps is not None and self.server_steps.hooks and self._may_step(value):
             self.server_steps.hooks.before()

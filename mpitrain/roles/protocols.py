@@ -6,7 +6,7 @@ Invariants: protocols only. Whoever implements them knows torch; the roles do no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from mpitrain.messages import Lease, Payload
 from mpitrain.strategies.sampling.peer_partition import Turn
@@ -32,8 +32,8 @@ class Store(Protocol):
     def apply(self) -> None:
         """Take one optimizer step with the mean of what has been gathered."""
 
-    def set_rate(self, factor: Any) -> None:
-        """Learning rates become `factor` times what they were at first, or what a schedule of options says."""
+    def follow(self, samples: int, num_workers: int) -> None:
+        """The update to come is the one after so many accepted samples, with so many workers."""
 
     def average(self) -> Payload:
         """The moving average of the shard, a copy; asked where the job keeps one."""
@@ -50,6 +50,7 @@ class NodeSums(Protocol):
         """Add `factor * gradient` of each of the others, in this order, to `total`; the others are released."""
 
 
+@runtime_checkable
 class TabledStore(Store, Protocol):
     """The same, of a model with tables."""
 
@@ -125,6 +126,7 @@ class Replica(Protocol):
         """What a codec has to report of the messages; empty without one."""
 
 
+@runtime_checkable
 class TabledReplica(Replica, Protocol):
     """The same, of a model with tables."""
 

@@ -15,9 +15,8 @@ from torch import nn
 from mpitrain.codecs import Field, Layout, Part, add_message
 from mpitrain.codecs.base import Codec
 from mpitrain.errors import UsageError
-from mpitrain.model.clipping import Clipping
 from mpitrain.model.codec_registry import make_encoder
-from mpitrain.model.flat import all_finite
+from mpitrain.model.recipe import Gradients
 from mpitrain.system import background
 
 Gradient = list[torch.Tensor | None]
@@ -27,8 +26,7 @@ class CodecsInOneProcess:
     """The codec of every rank.
 
     Args:
-        codec: any but `none`; size: how many ranks; seed: of its randomness; clipping: of every rank's gradient, before
-            the codec.
+        codec: any but `none`; size: how many ranks; seed: of its randomness.
         buckets: the numbers of the trained parameters that travel together, as `gradient_buckets` gives them.
 
     Attributes:
@@ -36,17 +34,17 @@ class CodecsInOneProcess:
             message was padded to, or 0.
     """
 
-    def __init__(
-        self, codec: Codec, size: int, seed: int, clipping: Clipping, buckets: Sequence[Sequence[int]]
-    ):
-        self.codec, self.size, self.clipping, self.buckets = codec, size, clipping, buckets
+    def __init__(self, codec: Codec, size: int, seed: int, buckets: Sequence[Sequence[int]]):
+        self.codec, self.size, self.buckets = codec, size, buckets
+        self.owns: Sequence[Gradients] = ()
         self.cast: torch.dtype | None = getattr(torch, codec.cast) if codec.cast else None
         self.encoders = [] if self.cast else [make_encoder(codec, size, rank, seed) for rank in range(size)]
         self.averaged_bytes: list[int] = []
         self.gathered_bytes, self.num_steps, self.sent_bytes = 0, 0, 0.0
 
-    def attach(self, module: nn.Module) -> None:
-        """Take the names of the parameters."""
+    def attach(self, module: nn.Module, owns: Sequence[Gradients]) -> None:
+        """Take the names of the parameters, and what shapes every rank's gradient before the codec."""
+        self.owns = owns
         named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
         odd = [name for name, one in named if one.dtype != torch.float32]
         if odd and not self.cast:
@@ -58,7 +56,7 @@ class CodecsInOneProcess:
     @property
     def exchanges_at_end(self) -> bool:
         """Whether nothing travels before the whole gradient is there."""
-        return self.cast is None or bool(self.clipping)
+        return self.cast is None or self.owns[0].rule.shapes
 
     def statistics(self) -> dict[str, float]:
         """As the hook's of the run over MPI, without what takes real time."""
@@ -72,9 +70,8 @@ class CodecsInOneProcess:
         """What the ranks' messages make of their gradients becomes the gradient."""
         layouts = [self._layout([parameters[index] for index in bucket]) for bucket in self.buckets]
         parts = [self._parts(parameters, gradient, layouts) for gradient in everybody]
-        for own in parts:
-            if self.clipping and all_finite([part.flat for part in own]):
-                self.clipping.clip([part.flat for part in own])
+        for own, some in zip(self.owns, parts, strict=True):
+            own.shape([part.flat for part in some])
         self.averaged_bytes, self.gathered_bytes = [], 0
         self.num_steps += 1
         self._exchange(parts)

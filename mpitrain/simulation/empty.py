@@ -85,7 +85,7 @@ class EmptyStore:
         """What is read from here on is no longer what was read."""
         self.reply = Bytes(self.reply.num_bytes)
 
-    def set_rate(self, factor: Any) -> None:
+    def follow(self, samples: int, num_workers: int) -> None:
         """There is no optimizer."""
 
     def average(self) -> Bytes:

@@ -50,7 +50,7 @@ def simulate_local_sgd(virtual: VirtualRun) -> dict[str, Any]:
         measure, samples = replicas[0].set_measure, None if ended else replicas[0].samples
         metrics = measure(samples, replicas[0].averaged()) if measure is not None else {}
     virtual.save(module)
-    if (ema := replicas[0].ema) is not None:
+    if (ema := replicas[0].updates.ema) is not None:
         with ema.swapped():
             virtual.save(module, EMA_MODEL_FILE)
     failures = sorted((one.failure for one in replicas), key=lambda text: (text[:4] != "rank", not text))

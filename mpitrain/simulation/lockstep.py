@@ -40,7 +40,6 @@ from mpitrain.strategies.sampling.dealer import share_out
 from mpitrain.strategies.sampling.step_partition import StepPartition
 from mpitrain.system.trace import COMMUNICATION, WAIT
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
-from mpitrain.training.clipping import clipping_of
 from mpitrain.training.measure import read_nothing_ahead
 from mpitrain.training.synchronous.stepper import Batch, Parts
 from mpitrain.virtual import ComputeLaw
@@ -138,7 +137,7 @@ class LockstepRun:
         self.codecs = None
         if codec is not None and not codec.is_none:
             check_optimizer(codec, optimizer)
-            self.codecs = CodecsInOneProcess(codec, number, job.seed, clipping_of(job), self.buckets)
+            self.codecs = CodecsInOneProcess(codec, number, job.seed, self.buckets)
         self.broken: list[tuple[float, int, Break]] = []
         self.ended, self.step_bytes, self.held_until_s = False, 0, 0.0  # the last: a rank, by a checkpoint
 
@@ -175,8 +174,8 @@ class LockstepRun:
         self._pass(virtual.costs.seconds("deliver", num_bytes_of(self.parameters)))
         if self.gradients:
             virtual.save(self.module)
-            if self.stepper.ema is not None:
-                with self.stepper.ema.swapped():
+            if self.stepper.updates.ema is not None:
+                with self.stepper.updates.ema.swapped():
                     virtual.save(self.module, EMA_MODEL_FILE)
         result = virtual.result(self.stepper.samples, metrics, self.stepper.failure) | self._counted()
         virtual.log.finish(result)

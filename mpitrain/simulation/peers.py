@@ -56,7 +56,7 @@ def simulate_peers(virtual: VirtualRun) -> dict[str, Any]:
         ]
         returned = virtual.run([peer.run() for peer in peers])
         virtual.save(replicas[0].take_module())
-        if (ema := replicas[0].ema) is not None:
+        if (ema := replicas[0].updates.ema) is not None:
             with ema.swapped():
                 virtual.save(replicas[0].take_module(), EMA_MODEL_FILE)
             replicas[0].take_module()

@@ -38,7 +38,8 @@ class RanksInOneProcess(WeighsAtLast):
         codecs: CodecsInOneProcess | None = None, reports_mean: bool = False,
     ):  # fmt: skip
         super().__init__(job, num_replicas, epoch_samples, 0)
-        self.keys, self.codecs, self.reports_mean = keys, codecs, reports_mean
+        self.owns = [self.recipe.gradient.begin(key) for key in keys]
+        self.codecs, self.reports_mean = codecs, reports_mean
         self.touched: dict[
             int, tuple[int, int]
         ] = {}  # by parameter: rows that the ranks have sent, and different ones
@@ -49,19 +50,19 @@ class RanksInOneProcess(WeighsAtLast):
         self.train(module, rates)
         self._shared = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._held = [buffer for buffer in module.buffers() if buffer is not None]
-        self._buffers = [[one.clone() for one in self._held] for _ in self.keys]
+        self._buffers = [[one.clone() for one in self._held] for _ in self.owns]
         if self.codecs is not None:
-            self.codecs.attach(module)
+            self.codecs.attach(module, self.owns)
 
     def take_all(self, parts: Sequence[Parts], shares: Sequence[int], around: Around) -> float:
         """One step of all ranks, each on its own batches; returns the loss to report."""
-        count, size = sum(shares), len(self.keys)
+        count, size = sum(shares), len(self.owns)
         self.weight, self.touched = None, {}
         values, everybody = [], list[Gradient]()
         sums: Gradient = []
         for rank, (one, share) in enumerate(zip(parts, shares, strict=True)):
             self._hold(rank)
-            self.random_key = self.keys[rank]
+            self.own_gradients = self.owns[rank]
             values.append(around(rank, lambda one=one, share=share: self.compute(one, share, count)))  # type: ignore[misc]
             self._keep(rank)
             check_used(self.job, self.module, self._shared)
@@ -81,7 +82,7 @@ class RanksInOneProcess(WeighsAtLast):
 
     def _end(self, values: list[float], shares: Sequence[int], count: int) -> float:
         first_bad = next((rank for rank, value in enumerate(values) if value - value != 0.0), 0)
-        self.random_key, value = first_bad, values[first_bad]
+        self.own_gradients, value = self.owns[first_bad], values[first_bad]
         if self.reports_mean:
             value = sum(own * (share / count) for own, share in zip(values, shares, strict=True))
         self.update(value, shares[0], count)
@@ -115,12 +116,6 @@ class RanksInOneProcess(WeighsAtLast):
     def _keep(self, rank: int) -> None:
         for held, own in zip(self._held, self._buffers[rank], strict=True):
             own.copy_(held)
-
-    # ---- hooks of the step
-
-    def clip(self) -> None:
-        if self.codecs is None:
-            super().clip()
 
 
 @torch.no_grad()

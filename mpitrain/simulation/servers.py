@@ -198,7 +198,7 @@ class _Simulation(VirtualRun):
         for shard, one in enumerate(stores):
             if isinstance(one, TabledStore):
                 save_tables(self.run_dir, shard, len(stores), job.seed, module, one.tables)
-        averages = [one.ema.values()[0] for one in stores if one.ema is not None]
+        averages = [one.updates.ema.values()[0] for one in stores if one.updates.ema is not None]
         if averages and servers[0].delivered:
             join(self.run_dir, model.module, model.layout, averages)
         if model.lookups is not None:  # a job may have brought the module itself

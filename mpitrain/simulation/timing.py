@@ -49,10 +49,12 @@ from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
-from mpitrain.strategies.parameter_server.batch_size import PerRound, PerWorker
+from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.placement import Roles, assign_workers
 from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.strategies.sampling.peer_partition import PeerPartition
+from mpitrain.strategies.schedules import Pace
+from mpitrain.strategies.ticks import Law, Ticks
 from mpitrain.system.trace import TraceSteps, file_name, switch
 from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw, VirtualWorld
 from mpitrain.virtual.all_reduces import AllReduces
@@ -219,20 +221,20 @@ class _Timing:
                 load.num_samples, load.epochs, load.step_samples, num_batches, load.drop_last, self.number,
                 load.window_samples or None,
             )  # fmt: skip
+        pace = Pace(ticks=Ticks(load.num_samples, Law(load.step_samples, self.number)))
         return FaultTolerantServer(
-            strategy, store, ranks.workers, Quiet(), dealer, "stop", load.num_samples, None, load.step_samples,
-            writer, delivers=True, floor_s=None if self.silence else math.inf,
+            strategy, store, ranks.workers, Quiet(), dealer, "stop", pace, writer, delivers=True,
+            floor_s=None if self.silence else math.inf,
         )  # fmt: skip
 
     def _worker(self, strategy: ServerStrategy, ranks: Roles, rank: int, pushes: list[Bytes]) -> Worker:
         load = self.workload
-        part = load.part_samples
         return Worker(
             rank, ranks, EmptyReplica(pushes), Quiet(),
             wants_final=rank == ranks.validator,
             push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
             batch_size=0 if strategy.batching == PerWorker() else load.step_samples,
-            part_samples=-(-part // self.number) if strategy.batching == PerRound() else part,
+            part_samples=strategy.samples_at_once(load.part_samples, self.number),
             deliver=lambda: {"metrics": {}},
             signs_s=SIGNS_S if strategy.blocks_apart and self.silence else 0.0,
             reduction=(lambda is_finite: EmptyReduction(load.reduced_bytes)) if strategy.reduces else None,

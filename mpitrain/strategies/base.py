@@ -113,13 +113,17 @@ class Strategy(Value):
         """Batches that so many workers take at a time: one each, unless several hold one model."""
         return num_workers
 
+    def samples_at_once(self, part_samples: int, num_workers: int) -> int:
+        """How many of a step's samples one of so many workers computes at once, where a job says `part_samples`."""
+        return part_samples
+
     def check_workers(self, num_workers: int) -> None:
         """Raise `UsageError` when so many workers, all in all, cannot run this strategy."""
 
     @property
     def clips_mean(self) -> bool:
-        """Whether a job's `clip_norm` and `clip_value` act on the mean gradient of all workers. Otherwise they act on
-        each worker's own, before it is coded, pushed, or stepped with."""
+        """Whether a job's `clip_norm` and `clip_value` act on the gradient that is stepped with, as a rule the mean of
+        all workers'. Otherwise they act on each worker's own, before it is coded or pushed."""
         return False
 
     def why_not_clipped(self, by_norm: bool) -> str:
@@ -314,6 +318,9 @@ class ServerStrategy(Strategy):
     def reply_numbers(self) -> str:
         """The same for replies."""
         return _numbers_of(self.reply_wire)
+
+    def samples_at_once(self, part_samples: int, num_workers: int) -> int:
+        return self.batching.samples_at_once(part_samples, num_workers)
 
     def num_contributors(self, num_workers: int) -> int:
         """Gradients in the mean of one update: each of them is clipped at a codec's clip over its square root."""

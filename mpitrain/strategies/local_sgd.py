@@ -109,6 +109,10 @@ class LocalSGD(Strategy):
                 raise UsageError(f"localsgd: unknown {key} {value!r}{nearest(value, list(known))}")
 
     @property
+    def clips_mean(self) -> bool:
+        return True  # nothing is coded or pushed: each worker steps with what is clipped, its own or the mean
+
+    @property
     def keeps_anchor(self) -> bool:
         """Whether x0 is needed: for an outer optimizer, or because differences travel."""
         return self.outer != Average() or self.wire != "full"

@@ -54,6 +54,52 @@ def what_changes(schedule: Progress | None, ticks: Ticks, before: Law, samples: 
     return {"factor": f"{was:.4g} -> {now:.4g}", "workers": workers}
 
 
+class Pace:
+    """What learning rates follow on one rank: accepted samples, by a schedule.
+
+    Args:
+        schedule: None where rates stay as they are; ticks: what a torch scheduler counts, here or on another rank; None
+            around a loop of the user's own.
+    """
+
+    def __init__(self, schedule: Progress | None = None, ticks: Ticks | None = None):
+        self.schedule, self.ticks = schedule, ticks
+
+    @property
+    def epoch_samples(self) -> int:
+        """In an epoch; 0 around a loop of the user's own."""
+        return self.ticks.epoch_samples if self.ticks is not None else 0
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a worker's step; 0 around a loop of the user's own."""
+        return self.ticks.law.batch_size if self.ticks is not None else 0
+
+    @property
+    def num_workers(self) -> int:
+        """That take one step together."""
+        return self.ticks.law.num_workers if self.ticks is not None else 1
+
+    def factor(self, samples: int, num_workers: int) -> Any:
+        """As of a `Schedule`, after so many accepted samples; None where rates stay as they are."""
+        if self.schedule is None or self.ticks is None:
+            return None
+        return self.schedule.factor(samples / self.ticks.epoch_samples, num_workers)
+
+    def state(self, samples: int) -> dict[str, Any]:
+        """What a run that goes on counts from, after so many accepted samples."""
+        return {"ticks": self.ticks.state(samples)} if self.ticks is not None else {}
+
+    def change(self, num_workers: int, samples: int) -> dict[str, Any]:
+        """From so many accepted samples on a tick is a step of so many workers; returns what there is to report."""
+        if self.ticks is None:
+            return {}
+        before = self.ticks.law
+        if (law := before.among(num_workers)) != before:
+            self.ticks.change(law, samples)
+        return what_changes(self.schedule, self.ticks, before, samples)
+
+
 class ByFunction(Schedule):
     """A function of the job's own, of (epochs, workers)."""
 

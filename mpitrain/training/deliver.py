@@ -23,7 +23,7 @@ def save_final(session: Session, replica: Replica | PeerReplica) -> dict[str, An
     module = replica.take_module()
     save_model(module, path, metadata)
     failure = why_not_finite(module.named_parameters())
-    ema = replica.ema if isinstance(replica, PeerReplica) else None  # of workers the servers keep it
+    ema = replica.updates.ema if isinstance(replica, PeerReplica) else None  # of workers the servers keep it
     if ema is not None:
         with ema.swapped():
             save_model(replica.take_module(), session.run_dir / EMA_MODEL_FILE, metadata)

@@ -195,11 +195,6 @@ def save_one_by_one(
             file.write(body(tensor(name)))
 
 
-def brought_by_loop(*arguments: Any) -> Any:
-    """Stands for the loss and the data of a loop of the user's own, for which nobody else asks."""
-    raise AssertionError("the loop, its loss and its data are the user's own")
-
-
 def read_nothing_ahead(epoch: int, start: int, count: int) -> None:
     """Stands for a prefetch where nothing is read ahead."""
 

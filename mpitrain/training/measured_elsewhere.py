@@ -128,7 +128,7 @@ class MeasuredByPeers(MeasuredByWorkers):
 
     def take_average(self) -> None:
         """A validation begins: the average is as it is now."""
-        ema = self.replica.ema if isinstance(self.replica, PeerReplica) else None
+        ema = self.replica.updates.ema if isinstance(self.replica, PeerReplica) else None
         if self.averages and ema is not None:
             self._average = self._shaped(ema.values()[0].clone())
 

@@ -185,12 +185,9 @@ def test_what_a_peer_keeps_back_is_told_as_its_rule_keeps_it(topology, mixes):
         flat_model(module, optimizer, mt.Sync()),
         optimizer,
         strategy,
-        3,
         0,
-        job.loss,
-        reader.batch,
-        reader.prefetch,
-        0,
+        toy.recipe(job.loss, 3),
+        toy.leases(reader),
     )
     assert strategy.mixes == mixes and "residual_norm" not in replica.statistics()
     replica.update()
@@ -206,7 +203,7 @@ def test_a_copy_that_others_hold_comes_to_what_it_is_a_copy_of(codec):
     module, optimizer = build(job, None, torch.device("cpu"))
     model, reader = flat_model(module, optimizer, mt.Sync()), job.data.reader(None, 0)
     strategy = mt.Decentralized("ring", codec=codec)
-    replica = PeerReplica(model, optimizer, strategy, 3, 0, job.loss, reader.batch, reader.prefetch, 0)
+    replica = PeerReplica(model, optimizer, strategy, 0, toy.recipe(job.loss, 3), toy.leases(reader))
     replica._copy_of(0)
     replica.x.add_(torch.arange(1.0, replica.x.numel() + 1))
     left = [float((replica.x - replica._copy_of(0)).norm())]

@@ -7,6 +7,7 @@ import mpitrain as mt
 from mpitrain.messages.common import Lease
 from mpitrain.model.buffers import FixedBuffer
 from mpitrain.model.factory import flat_model
+from mpitrain.model.recipe import GradientRule
 from mpitrain.model.worker_replica import Replica
 from mpitrain.training.measure import build
 from tests import toy
@@ -16,7 +17,7 @@ def replica_of(shared: bool, **job):
     job = toy.make_job(batch_size=4, **job)
     module, optimizer = build(job, None, torch.device("cpu"))
     model, reader = flat_model(module, optimizer, mt.Async(servers=2)), job.data.reader(None, job.seed)
-    return Replica(model, job.loss, reader.batch, reader.prefetch, job.seed, 0, shared=shared)
+    return Replica(model, GradientRule(job.loss, job.seed), toy.leases(reader), 0, shared=shared)
 
 
 def payload_of(replica, shard, value):

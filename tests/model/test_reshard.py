@@ -6,16 +6,15 @@ from torch import nn
 from mpitrain.model import FixedBuffer, FlatModel, ShardStore, reshard
 from mpitrain.model.flat import make_layout
 from mpitrain.model.reply_codec import ReplyReader
-from mpitrain.strategies import EightBit, Keep
+from mpitrain.strategies import Async, EightBit
 
 
 def stores(module, num_shards):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     layout = make_layout(module, optimizer, num_shards)
     wire_buffers = FlatModel(module, optimizer, num_shards).wire_buffers
-    options = (optimizer, Keep(), "full", "full")
     return layout, [
-        ShardStore(layout, shard, wire_buffers[shard].body, *options, reply_codec=EightBit())
+        ShardStore(layout, shard, wire_buffers[shard].body, optimizer, Async(reply_wire=EightBit()))
         for shard in range(num_shards)
     ]
 

@@ -16,7 +16,7 @@ def served(optimizer, module, num_shards):
     """The flat model, its stores and what stays on the worker."""
     strategy = Async(servers=num_shards)
     flat = FlatModel(module, optimizer, num_shards)
-    stores = [shard_store(flat, shard, optimizer, strategy, 1) for shard in range(num_shards)]
+    stores = [shard_store(flat, shard, optimizer, strategy) for shard in range(num_shards)]
     return flat, stores, server_steps(flat, optimizer, strategy)
 
 
@@ -200,7 +200,7 @@ def test_pushes_of_several_batches_carry_what_each_was_worth():
     optimizer = in_two_groups(torch.optim.SGD, module)
     strategy = Async(push_every=4)
     flat = FlatModel(module, optimizer, 1)
-    store = shard_store(flat, 0, optimizer, strategy, 1)
+    store = shard_store(flat, 0, optimizer, strategy)
     local, steps = local_steps(flat, optimizer, strategy), server_steps(flat, optimizer, strategy)
     for first in (0, 1, 2, 3):  # the first batch of a push at a rate of 0, too
         for number in range(4):

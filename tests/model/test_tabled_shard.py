@@ -39,7 +39,7 @@ def made(sparse, optimizer, strategy):
     module = Model(sparse)
     optimizer = OPTIMIZERS[optimizer](module.parameters())
     model = flat_model(module, optimizer, strategy)
-    stores = [shard_store(model, shard, optimizer, strategy, 3) for shard in range(strategy.servers)]
+    stores = [shard_store(model, shard, optimizer, strategy) for shard in range(strategy.servers)]
     return module, model, stores
 
 

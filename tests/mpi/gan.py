@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from mpitrain.model.worker_replica import seed_step
+from mpitrain.model.recipe import seed_step
 from tests import toy
 
 BATCH, SAMPLES, EPOCHS = 12, 31, 2

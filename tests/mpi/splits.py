@@ -12,7 +12,7 @@ import mpitrain as mt
 from mpitrain.data.sources import load_source
 from mpitrain.data.write.pack import PackOptions, pack
 from mpitrain.model.loss import read_loss
-from mpitrain.model.worker_replica import seed_step
+from mpitrain.model.recipe import seed_step
 from mpitrain.training.job_file import load_job
 from tests import toy
 

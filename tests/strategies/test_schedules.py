@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import mpitrain as mt
-from mpitrain.model.worker_replica import seed_step
+from mpitrain.model.recipe import seed_step
 from mpitrain.values import parse, registered
 from tests import toy
 

@@ -81,6 +81,9 @@ class _Numbers:
     def add(self, worker, payload, weight, share=1.0):
         pass
 
+    def follow(self, samples, num_workers):
+        pass
+
     def apply(self):
         pass
 

@@ -37,7 +37,7 @@ def make_store(start, damping=Keep(), optimizer=torch.optim.SGD, **options):  # 
     module.w = nn.Parameter(torch.tensor(start, dtype=torch.float64))
     prototype = optimizer(module.parameters(), **options)
     flat = FlatModel(module, prototype, 1)
-    return ShardStore(flat.layout, 0, flat.wire_buffers[0].body, prototype, damping)
+    return ShardStore(flat.layout, 0, flat.wire_buffers[0].body, prototype, Async(damping=damping))
 
 
 def wire_buffer(store, *numbers):
@@ -209,7 +209,9 @@ def test_with_two_in_flight_a_coded_reply_is_corrected_for_as_it_was_told():
     prototype = torch.optim.SGD(module.parameters(), lr=0.5)
     layout = (flat := FlatModel(module, prototype, 1)).layout
     damping = DelayCompensated(lam=1.0)
-    store = ShardStore(layout, 0, flat.wire_buffers[0].body, prototype, damping, reply_codec=EightBit())
+    store = ShardStore(
+        layout, 0, flat.wire_buffers[0].body, prototype, Async(damping=damping, reply_wire=EightBit())
+    )
     reader = ReplyReader(layout)
 
     def read(uses):

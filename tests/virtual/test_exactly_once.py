@@ -23,7 +23,7 @@ from mpitrain.virtual import Constant, VirtualWorld
 from tests.sampling import sampled
 from tests.virtual.course import COURSE as ALL_COURSE
 from tests.virtual.course import on_servers
-from tests.virtual.worlds import NumberReplica, NumberStore, Shuffled, by_batch
+from tests.virtual.worlds import NumberReplica, NumberStore, Shuffled, by_batch, paced
 
 WORKERS, SAMPLES, BATCH, EPOCHS = 3, 11, 1, 2
 DISCARDING = ("backup", "drop")
@@ -170,7 +170,7 @@ def run(
         others = [other for other in roles.servers if other != shard]
         make = functools.partial(ClippingServer, others=others) if clips else FaultTolerantServer
         server = make(
-            strategy, store, roles.workers, NullReport(), dealer, "stop", SAMPLES, batch_size=batch, writer=writer,
+            strategy, store, roles.workers, NullReport(), dealer, "stop", paced(SAMPLES, batch), writer,
             delivers=True, floor_s=3.0 if patient and shard not in patient else float("inf"),
         )  # fmt: skip
         if resume is not None:

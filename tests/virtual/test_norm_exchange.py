@@ -15,7 +15,7 @@ from mpitrain.strategies import Backup, Sync
 from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.virtual import Exponential
 from tests import toy
-from tests.virtual.worlds import Number, NumberStore
+from tests.virtual.worlds import Number, NumberStore, paced
 
 
 def float64():
@@ -78,7 +78,7 @@ class Desk:
         self.store, self.sent = NormStore(), []
         dealer = BatchDealer(1 << 20, 1, 1) if rank == 0 else None
         self.server = ClippingServer(
-            Sync(servers=2), self.store, (2, 3), NullReport(), dealer, epoch_samples=1 << 20, batch_size=1,
+            Sync(servers=2), self.store, (2, 3), NullReport(), dealer, pace=paced(1 << 20, 1),
             others=[1 - rank],
         )  # fmt: skip
         self._role = self.server.run()

@@ -52,7 +52,7 @@ def walk(strategy, starts, num_steps, rate=0.0):
     model = FlatModel(module, optimizers[0], 1)
     reader = toy.Memory(number).reader(None, 0)
     replicas = [
-        PeerReplica(model, optimizers[rank], strategy, number, rank, half_square, reader.batch, reader.prefetch, 0,
+        PeerReplica(model, optimizers[rank], strategy, rank, toy.recipe(half_square, number), toy.leases(reader),
                     shared=True)
         for rank in range(number)
     ]  # fmt: skip
@@ -221,7 +221,7 @@ def test_a_restored_peer_goes_on_to_the_bit(topology):
         module = job.model()
         optimizer = job.optimizer(module.parameters())
         model = FlatModel(module, optimizer, 1)
-        replica = PeerReplica(model, optimizer, rule, 1, 0, job.loss, reader.batch, reader.prefetch, 0)
+        replica = PeerReplica(model, optimizer, rule, 0, toy.recipe(job.loss), toy.leases(reader))
         return replica, Peer(0, 1, rule, PeerPartition(48, 2, 6, 1, 0), replica, NullReport())
 
     def go(peer, num_steps):
@@ -250,7 +250,7 @@ def test_another_number_of_peers_goes_on_from_the_mean(tmp_path, topology):
             reader = job.data.reader(None, 0)
             model = FlatModel(module, optimizer, 1)
             replica = PeerReplica(
-                model, optimizer, strategy, number, rank, job.loss, reader.batch, reader.prefetch, 0
+                model, optimizer, strategy, rank, toy.recipe(job.loss, number), toy.leases(reader)
             )
             shares = PeerPartition(48, 2, 4, number, rank)
             made.append((Peer(rank, number, strategy, shares, replica, NullReport()), replica))
@@ -311,7 +311,7 @@ def run_loops(topology, asynchronous, counts, network=None, watch=lambda rank, r
 
     def peer(rank, num_steps):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        replica = PeerReplica(model, optimizer, strategy, number, rank, half_square, reader.batch, reader.prefetch, 0,
+        replica = PeerReplica(model, optimizer, strategy, rank, toy.recipe(half_square, number), toy.leases(reader),
                               shared=True)  # fmt: skip
         return Peer(rank, number, strategy, Endless(number, rank), Loop(replica, num_steps), NullReport())
 

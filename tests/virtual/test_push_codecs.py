@@ -11,7 +11,9 @@ from mpitrain.codecs import Part, write_message
 from mpitrain.errors import UsageError
 from mpitrain.model import FlatModel, PushCoder, Replica, push_coder, shard_store
 from mpitrain.model.push_codec import fields_of
+from mpitrain.model.recipe import GradientRule
 from mpitrain.model.reply_codec import ReplyReader
+from mpitrain.model.worker_replica import Between
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import FaultTolerantServer, Worker
 from mpitrain.strategies.placement import assign
@@ -84,7 +86,7 @@ class Parts:
         model, reader = FlatModel(module, optimizer, strategy.servers), job.data.reader(None, 0)
         self.layout = model.layout
         self.initial = torch.cat([wire_buffer.body.clone() for wire_buffer in model.wire_buffers])
-        self.stores = [shard_store(model, shard, optimizer, strategy, 3) for shard in roles.servers]
+        self.stores = [shard_store(model, shard, optimizer, strategy) for shard in roles.servers]
         dealer = BatchDealer(job.data.num_samples, job.epochs, job.batch_size)
         servers = [
             FaultTolerantServer(strategy, store, roles.workers, NullReport(), None if shard else dealer,
@@ -95,8 +97,8 @@ class Parts:
             server.tracker.least_silence_s = float("inf")
         self.replicas = [
             Replica(
-                model, job.loss, reader.batch, reader.prefetch, 0, rank, shared=True,
-                coder=push_coder(model, strategy, 3, rank, 0),
+                model, GradientRule(job.loss), toy.leases(reader), rank,
+                Between(coder=push_coder(model, strategy, 3, rank, 0)), shared=True,
             )
             for rank in roles.workers
         ]  # fmt: skip
@@ -277,7 +279,7 @@ def test_a_correction_goes_by_what_the_worker_holds_and_not_by_what_it_was_told_
     module = toy.linear_float32()
     optimizer = plain_sgd(module.parameters())
     model = FlatModel(module, optimizer, 1)
-    store, reader = shard_store(model, 0, optimizer, strategy, 2), ReplyReader(model.layout)
+    store, reader = shard_store(model, 0, optimizer, strategy), ReplyReader(model.layout)
     held = reader.take(0, store.read(5)).body
     assert torch.equal(held, store.live.body)
 

@@ -6,6 +6,7 @@ import torch
 
 from mpitrain.effects import Compute, Send
 from mpitrain.model import FlatModel, Replica, ShardStore
+from mpitrain.model.recipe import GradientRule
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Server, Worker
 from mpitrain.strategies import Async
@@ -42,7 +43,7 @@ class Run:
             )
             for shard in (0, 1)
         ]
-        self.replica = Replica(model, job.loss, reader.batch, reader.prefetch, 0, 2, shared=True)
+        self.replica = Replica(model, GradientRule(job.loss), toy.leases(reader), 2, shared=True)
         self.worker = Worker(2, ROLES, self.replica, NullReport(), wants_final=True)
 
     def go(self, num_gradients=10**9):

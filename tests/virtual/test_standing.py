@@ -20,7 +20,7 @@ def test_nothing_is_written_of_options_that_hooks_on_the_workers_change():
     module, strategy = toy.perceptron(), mt.Async()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     model = flat_model(module, optimizer, strategy)
-    store = shard_store(model, 0, optimizer, strategy, 1)
+    store = shard_store(model, 0, optimizer, strategy)
     server = FaultTolerantServer(strategy, store, (1,), NullReport())
     orders = SimpleNamespace(
         overrides=SimpleNamespace(watchdog_s=1.0), job=SimpleNamespace(step_samples=1), strategy=strategy

@@ -10,6 +10,8 @@ import torch
 import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.model import Replica, flat_model, local_steps, server_steps, shard_store
+from mpitrain.model.recipe import GradientRule
+from mpitrain.model.worker_replica import Between
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import FaultTolerantServer, Worker
 from mpitrain.strategies.placement import assign
@@ -18,6 +20,7 @@ from mpitrain.training.measure import build
 from mpitrain.virtual import Constant, Ideal, VirtualWorld
 from tests import toy
 from tests.virtual.test_worker_side import close, run, same, trained
+from tests.virtual.worlds import paced
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
@@ -99,12 +102,12 @@ def served(job, strategy, parts=None):
     roles = assign((0,) * (strategy.servers + 1), strategy.servers)
     world, processes = VirtualWorld(Constant(), Ideal(), 0, roles.workers, roles.workers), {}
     for shard in roles.servers:
-        store = shard_store(model, shard, optimizer, strategy, 1)
+        store = shard_store(model, shard, optimizer, strategy)
         dealer = (
             BatchDealer(job.data.num_samples, job.epochs, job.batch_size) if shard == roles.dealer else None
         )
         server = FaultTolerantServer(
-            strategy, store, roles.workers, NullReport(), dealer, "stop", job.data.num_samples, None, job.batch_size,
+            strategy, store, roles.workers, NullReport(), dealer, "stop", paced(job.data.num_samples, job.batch_size),
             Kept(disk, f"shard-{shard}", store.state, roles.workers), delivers=True, floor_s=math.inf,
         )  # fmt: skip
         if parts:
@@ -113,10 +116,9 @@ def served(job, strategy, parts=None):
         processes[shard] = server.run()
     reader, (rank,) = job.data.reader(None, job.seed), roles.workers
     steps = server_steps(model, optimizer, strategy)
-    replica = Replica(
-        model, job.loss, reader.batch, reader.prefetch, job.seed, 0, shared=True, server_steps=steps,
-        local=local_steps(model, optimizer, strategy),
-    )  # fmt: skip
+    between = Between(local_steps(model, optimizer, strategy), server_steps=steps)
+    rule = GradientRule(job.loss, job.seed)
+    replica = Replica(model, rule, toy.leases(reader), 0, between, shared=True)
 
     def deliver():
         final.update({name: value.clone() for name, value in replica.take_module().state_dict().items()})

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 import mpitrain as mt
 from mpitrain.errors import UsageError
-from mpitrain.model.worker_replica import seed_step
+from mpitrain.model.recipe import seed_step
 from tests import toy
 
 ROUND = {"full": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

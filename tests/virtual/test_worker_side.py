@@ -11,7 +11,7 @@ from torch import nn
 
 import mpitrain as mt
 from mpitrain.errors import UsageError
-from mpitrain.model.worker_replica import seed_step
+from mpitrain.model.recipe import seed_step
 from mpitrain.strategies import PerWorker
 from mpitrain.strategies.parameter_server.batch_size import _divide
 from mpitrain.virtual import Constant, LogNormal

@@ -26,7 +26,7 @@ from mpitrain.roles.server.worker_state import (
 )
 from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.strategies.warmup import Warmup
-from tests.virtual.worlds import Number, NumberStore
+from tests.virtual.worlds import Number, NumberStore, paced
 
 WORKERS = (1, 2)
 LENGTH = 3  # of sequences of messages, from the start and from where all workers have joined
@@ -139,7 +139,7 @@ class Seen(WorkerTable):
 
 def warming_up():
     strategy = mt.Async(warmup=Warmup(workers=1, epochs=1))
-    return FaultTolerantServer(strategy, NumberStore(0.5), WORKERS, NullReport(), epoch_samples=2)
+    return FaultTolerantServer(strategy, NumberStore(0.5), WORKERS, NullReport(), pace=paced(2, 1))
 
 
 def deals(strategy, delivers):
@@ -150,8 +150,7 @@ def deals(strategy, delivers):
         WORKERS,
         NullReport(),
         dealer,
-        epoch_samples=4,
-        batch_size=1,
+        pace=paced(4, 1),
         delivers=delivers,
     )
 

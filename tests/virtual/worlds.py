@@ -24,6 +24,8 @@ from mpitrain.strategies import Elastic
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.placement import assign
 from mpitrain.strategies.sampling.dealer import BatchDealer
+from mpitrain.strategies.schedules import Pace
+from mpitrain.strategies.ticks import Law, Ticks
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 
 
@@ -72,6 +74,9 @@ class NumberStore:
         self._total += weight * share / self._unit * payload.value
         self._gathered.append(Added(worker, payload.version, weight, payload.lease))
         payload.release()
+
+    def follow(self, samples: int, num_workers: int) -> None:
+        pass
 
     def apply(self) -> None:
         if self.share is None:
@@ -305,6 +310,11 @@ class Play:
         return first
 
 
+def paced(epoch_samples: int, batch_size: int) -> Pace:
+    """That of a job whose rates stay as they are."""
+    return Pace(ticks=Ticks(epoch_samples, Law(batch_size, 1)))
+
+
 def quadratic(curvature: float) -> Callable[[float, Lease], float]:
     """Slope of curvature * w^2 / 2, whatever the batch."""
     return lambda value, lease: curvature * value
@@ -359,7 +369,7 @@ def play(
         store = NumberStore(1.0 if strategy.optimizer == "worker" else rate, share=share)
         mine = dealer if shard == roles.dealer else None
         server = FaultTolerantServer(
-            strategy, store, roles.workers, NullReport(), mine, on_nonfinite, num_samples, batch_size=batch_size,
+            strategy, store, roles.workers, NullReport(), mine, on_nonfinite, paced(num_samples, batch_size),
             delivers=delivers, floor_s=least_silence_s if heartbeat_s is None else heartbeat_s,
             by_heartbeat=heartbeat_s is not None,
         )  # fmt: skip

@@ -57,7 +57,6 @@ from mpitrain.roles.server.worker_state import (
     WorkerEvent,
     WorkerState,
 )
-from mpitrain.strategies.schedules import what_changes
 
 REPORTER = 0
 RETURN_S = 60.0  # how long the end of a run waits for rank 0, where that was given up
@@ -401,11 +400,8 @@ class FaultTolerantServer(Server):
 
     def _follow_ticks(self) -> None:
         """From here on a tick is a step of the workers that are left."""
-        if self.ticks is not None:
-            before = self.ticks.law
-            self.ticks.change(before.among(self.num_living), self.applied_samples)
-            if changed := what_changes(self.schedule, self.ticks, before, self.applied_samples):
-                self.report.event("schedule", **changed)
+        if changed := self.pace.change(self.num_living, self.applied_samples):
+            self.report.event("schedule", **changed)
 
     def _is_promoted(self, worker: int) -> bool:
         return worker == self.validator != min(self.workers)

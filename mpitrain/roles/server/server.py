@@ -50,8 +50,7 @@ from mpitrain.strategies.base import Arrival, ReadsLeft, ServerStrategy, Verdict
 from mpitrain.strategies.parameter_server.processed import ProcessedSamples, in_any
 from mpitrain.strategies.parameter_server.staleness import ShardCounts
 from mpitrain.strategies.sampling.dealer import BatchDealer
-from mpitrain.strategies.schedules import Progress
-from mpitrain.strategies.ticks import Ticks
+from mpitrain.strategies.schedules import Pace
 
 Steps = Generator[Effect, Any, None]
 _CONFIRMING = (Push, Pull, Idle)  # every shard has answered what came before
@@ -64,31 +63,26 @@ class Server:
         strategy, store, workers, report: the strategy, the shard, the ranks that will join, where progress goes.
         dealer: deals batches; given to exactly one server, or to none when workers bring their own data.
         on_nonfinite: "stop" ends the run in order, nothing applied; "skip" counts the push and goes on.
-        epoch_samples: samples of one epoch, the measure of warm-up and schedule; 0 when workers bring their own data.
-        schedule: factor on the learning rate, by the samples that the shard's updates have consumed; where workers keep
-            their own optimizer they follow it.
-        batch_size: the job's; what the strategy's batching starts from; 0 when workers bring their own data.
+        pace: by which epochs and steps of the job are counted, and what the rates follow: here, or on workers that keep
+            their own optimizer; None where workers bring their own data.
         writer: of this shard's part of a checkpoint.
-        tables: the store, where the model has tables.
-        ticks: of the job, which a torch scheduler follows, here or on the workers; None where workers bring their data.
     """
 
     def __init__(
         self, strategy: ServerStrategy, store: Store, workers: tuple[int, ...], report: Report,
-        dealer: BatchDealer | None = None, on_nonfinite: str = "stop", epoch_samples: int = 0,
-        schedule: Progress | None = None, batch_size: int = 0, writer: CheckpointWriter | None = None,
-        tables: TabledStore | None = None, ticks: Ticks | None = None,
+        dealer: BatchDealer | None = None, on_nonfinite: str = "stop", pace: Pace | None = None,
+        writer: CheckpointWriter | None = None,
     ):  # fmt: skip
-        self.ticks = ticks
-        self.tables, self.row_bytes = tables, 0  # of rows that were asked for besides
         self.strategy, self.store, self.report = strategy, store, report
-        self.on_nonfinite, self.epoch_samples, self.schedule = on_nonfinite, epoch_samples, schedule
+        self.tables = store if isinstance(store, TabledStore) else None
+        self.row_bytes = 0  # of rows that were asked for besides
+        self.on_nonfinite, self.pace = on_nonfinite, pace or Pace()
         self.workers = workers
-        self.leases = Leases(strategy, dealer, len(workers), batch_size)
+        self.leases = Leases(strategy, dealer, len(workers), self.pace.batch_size)
         self.checkpoints = CheckpointSchedule(writer, dealer is not None)
-        self.applied_samples = 0  # in updates so far: the progress that the schedule follows
+        self.applied_samples = 0  # in updates so far: the progress that the rates follow
         self.counts = ShardCounts()
-        self.processed = ProcessedSamples(epoch_samples)
+        self.processed = ProcessedSamples(self.pace.epoch_samples)
         self.pieces: list[
             tuple[int, int, ProcessedSamples]
         ] = []  # [start, end) of a shard cut anew, with what it had processed
@@ -244,9 +238,7 @@ class Server:
             if (
                 not self.gathering.empty
             ):  # or else all of it had been processed before: a version like the last
-                if self.schedule is not None and self.epoch_samples and self.strategy.optimizer == "server":
-                    progress = self.applied_samples / self.epoch_samples
-                    self.store.set_rate(self.schedule.factor(progress, self.num_living))
+                self.store.follow(self.applied_samples, self.num_living)
                 self.applied_samples = self.counts.samples_accepted
             yield from self._apply()
             self.gathering.clear()
@@ -318,7 +310,7 @@ class Server:
         if len(present) == len(active) + len(standby):
             return
         pushed = self.counts.samples_accepted + self.counts.samples_dropped
-        if self.strategy.warmup.is_over(pushed, self.epoch_samples):
+        if self.strategy.warmup.is_over(pushed, self.pace.epoch_samples):
             newcomers = sorted(present - active - standby)
             for worker in newcomers:
                 self.strategy.on_join(self.memory, worker, self.table.active)
@@ -432,7 +424,7 @@ class Server:
             "num_batches": {str(w): one.num_batches for w, one in workers if one.num_batches},
             "failure": self.failure,
             "applied_samples": self.applied_samples,
-            **({"ticks": self.ticks.state(self.applied_samples)} if self.ticks else {}),
+            **self.pace.state(self.applied_samples),
             "processed": self.processed.state(),
             "pieces": [[low, high, processed.state()] for low, high, processed in self.pieces],
             "row_pieces": [processed.state() for processed in self.row_pieces],
@@ -445,19 +437,19 @@ class Server:
         self.failure, self.applied_samples = state["failure"], state["applied_samples"]
         self.counts.restore(state["ledger"])
         self.restored_samples = self.counts.samples_accepted
-        self.processed = ProcessedSamples.of(state["processed"], self.epoch_samples)
+        self.processed = ProcessedSamples.of(state["processed"], self.pace.epoch_samples)
         pieces = [
-            (low, high, ProcessedSamples.of(piece, self.epoch_samples))
+            (low, high, ProcessedSamples.of(piece, self.pace.epoch_samples))
             for low, high, piece in state["pieces"]
         ]
         more = any(in_any([self.processed, piece]) != self.processed for _, _, piece in pieces)
         self.pieces = pieces if more else []
-        rows = [ProcessedSamples.of(piece, self.epoch_samples) for piece in state.get("row_pieces", ())]
+        rows = [ProcessedSamples.of(piece, self.pace.epoch_samples) for piece in state.get("row_pieces", ())]
         more = any(in_any([self.processed, piece]) != self.processed for piece in rows)
         self.row_pieces = rows if more else []
         self.leases.restore(state["leases"], self.workers)
         pushed = self.counts.samples_accepted + self.counts.samples_dropped
-        if self.strategy.warmup.is_over(pushed, self.epoch_samples):
+        if self.strategy.warmup.is_over(pushed, self.pace.epoch_samples):
             for worker in self.workers:
                 self.table.take_part(worker)
         same = sorted(self.workers) == state["workers"]
@@ -472,4 +464,4 @@ class Server:
     def rejoin(self, states: Sequence[dict[str, Any]]) -> None:
         """After `restore`: what the shards were cut at, this dealing server's own first; they may differ."""
         assert self.leases.dealer is not None, "only the dealing server deals again"
-        self.leases.dealer.rejoin(processed_by(states, self.epoch_samples))
+        self.leases.dealer.rejoin(processed_by(states, self.pace.epoch_samples))

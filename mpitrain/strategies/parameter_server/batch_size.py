@@ -28,6 +28,10 @@ class Batching(Value):
         """Samples of `worker`'s next batch, when `workers` take part and the job says `batch_size`."""
         raise NotImplementedError
 
+    def samples_at_once(self, part_samples: int, num_workers: int) -> int:
+        """As of a `Strategy`."""
+        return part_samples
+
     def measured(self, memory: dict[str, Any], worker: int, num_samples: int, seconds: float) -> None:
         """`worker` took so long, answer to push, for so many samples."""
 
@@ -56,6 +60,9 @@ class PerRound(Batching):
     def size(self, memory: dict[str, Any], worker: int, workers: Collection[int], batch_size: int) -> int:
         share, longer = divmod(batch_size, len(workers))
         return max(1, share + (sorted(workers).index(worker) < longer))
+
+    def samples_at_once(self, part_samples: int, num_workers: int) -> int:
+        return -(-part_samples // num_workers)
 
 
 @register("batching", "by_speed")
@@ -87,6 +94,10 @@ class BySpeed(Batching):
         return _divide(batch_size * len(ranks), [speeds.get(rank, usual) for rank in ranks])[
             ranks.index(worker)
         ]
+
+    def samples_at_once(self, part_samples: int, num_workers: int) -> int:
+        """As of a `Strategy`."""
+        return part_samples
 
     def measured(self, memory: dict[str, Any], worker: int, num_samples: int, seconds: float) -> None:
         speed = num_samples / max(seconds, 1e-9)

@@ -8,26 +8,24 @@ no job; virtual peers share one module; what is written, reported and measured i
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch.optim import Optimizer
 
 from mpitrain.job import Job
+from mpitrain.model.accumulation import LeaseReader
 from mpitrain.model.flat import FlatModel
-from mpitrain.model.optimizer import Rates
 from mpitrain.model.peer_replica import PeerReplica
-from mpitrain.model.precision import loss_scale
+from mpitrain.model.recipe import Recipe, brought_by_loop
 from mpitrain.roles.peer import Peer
 from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.roles.protocols import PeerMeasures, Report
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
-from mpitrain.strategies.schedules import Progress
-from mpitrain.strategies.ticks import Law, Ticks
 from mpitrain.strategies.validation_policy import ValidationCadence
-from mpitrain.training.clipping import clipping_of
-from mpitrain.training.measure import brought_by_loop, read_nothing_ahead
-from mpitrain.training.schedule import schedule_of, ticks_of
+from mpitrain.training.measure import read_nothing_ahead
+from mpitrain.training.recipe import recipe_of
 
 Fetch = Callable[[int, int, int], Any]
 
@@ -52,7 +50,7 @@ class PeerBuilder:
     ):
         self.strategy, self.number, self.job = strategy, number, job
         self.epoch_samples, self.num_steps = epoch_samples, num_steps
-        self.ticks = ticks_of(job, epoch_samples, number) if job else Ticks(1, Law(1, number))
+        self.recipe = recipe_of(job, strategy, number, epoch_samples)
 
     def replica(
         self,
@@ -64,17 +62,15 @@ class PeerBuilder:
         measure: Callable[[int | None], dict[str, float]] | None = None,
         shared: bool = False,
     ) -> PeerReplica:
-        """The model and data of the peer on `rank`; the arguments are those of `PeerReplica`."""
-        job = self.job
+        """The model and data of the peer on `rank`; `fetch`, `prefetch`: as of a `LeaseReader`, the other arguments as
+        of a `PeerReplica`."""
+        gradient, update = self.recipe
+        if rank != 0:  # the first peer averages its own parameters
+            update = replace(update, ema=None)
+        leases = LeaseReader(fetch, prefetch, gradient.part_samples)
         return PeerReplica(
-            model, optimizer, self.strategy, self.number, rank, job.loss if job else brought_by_loop, fetch,
-            prefetch, job.seed if job else 0, measure, shared, self._schedule(optimizer), self.epoch_samples,
-            clipping_of(job), job.part_samples if job else 0, loss_scale(job.precision) if job else None,
-            ema=job.ema if job and rank == 0 else None,
-        )  # fmt: skip
-
-    def _schedule(self, optimizer: Optimizer) -> Progress | None:
-        return schedule_of(self.job, Rates(optimizer), self.ticks)
+            model, optimizer, self.strategy, rank, Recipe(gradient, update), leases, measure, shared
+        )
 
     def partition(self, rank: int) -> PeerPartition | Endless:
         """The peer's part of the data, step by step; without an end where the data are the user's own."""
@@ -91,9 +87,7 @@ class PeerBuilder:
         validations: ValidationCadence | None = None, measures: PeerMeasures | None = None,
     ) -> Peer:  # fmt: skip
         """The peer on `rank`; `checkpoints`, `validations`, `measures`: as in `Peer`."""
-        on_nonfinite = self.job.on_nonfinite if self.job else "stop"
         return Peer(
-            rank, self.number, self.strategy, self.partition(rank), replica, report, on_nonfinite, checkpoints,
-            self.job.part_samples if self.job else 0,
-            validations, measures,
+            rank, self.number, self.strategy, self.partition(rank), replica, report,
+            self.recipe.update.on_nonfinite, checkpoints, self.recipe.gradient.part_samples, validations, measures,
         )  # fmt: skip

@@ -21,7 +21,6 @@ from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.strategies.checkpoint_policy import Cadence, CheckpointPolicy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.part_names import own_part
-from mpitrain.strategies.ticks import Ticks
 from mpitrain.training import signals
 from mpitrain.training.resume import check, make_checkpoint_writer, read_own_part, restoring
 from mpitrain.training.resume_options import same_codec
@@ -56,13 +55,13 @@ def make_checkpoints(
     return PeerCheckpoints(writer, parts, cadence, strategy.asynchronous, samples), writer
 
 
-def begin(session: Session, peer: Peer, replica: PeerReplica, ticks: Ticks) -> None:
+def begin(session: Session, peer: Peer, replica: PeerReplica) -> None:
     """Go on from a checkpoint, if there is one, with what a schedule counts from, and refuse a state that none can
     hold."""
     with restoring(session.resume):
         if (part := restore(session.resume, peer, replica)) is not None:
-            go_on(session, ticks, replica.schedule, part.get("ticks"), peer.partition.samples)
-    report_end_of(session, ticks, replica.schedule)
+            go_on(session, replica.updates.pace, part.get("ticks"), peer.partition.samples)
+    report_end_of(session, replica.updates.pace)
     if peer.checkpoints is not None:
         peer.checkpoints.try_out(peer.state)
 

@@ -69,13 +69,12 @@ def run_peers(session: Session) -> dict[str, Any]:
         num_steps = session.total_samples() // (job.step_samples * runtime.size)
         meter = Meter(session.report, num_warmup(num_steps))
         session.in_emergency(f"{strategy}: a peer sends its update to the others in the middle of its step")
-        ticks = builder.ticks
         checkpoints, writer = make_checkpoints(
             session, strategy, about,
-            lambda: {"replica": replica.state(), "ticks": ticks.state(peer.partition.samples)},
+            lambda: {"replica": replica.state(), **replica.updates.pace.state(peer.partition.samples)},
         )  # fmt: skip
         peer = builder.peer(runtime.rank, replica, meter, checkpoints, validations, measures)
-        attempt(runtime, lambda: begin(session, peer, replica, ticks))
+        attempt(runtime, lambda: begin(session, peer, replica))
         meter.go_on_from(peer.partition.samples, peer.partition.step)
         counts, injected = _run(session, strategy, peer, replica, device)
     writer.wait()

@@ -25,7 +25,6 @@ from mpitrain.errors import OutputError, UsageError
 from mpitrain.job import EMA_PREFIX
 from mpitrain.messages import Lease
 from mpitrain.model.accumulation import LeaseReader, read_alike
-from mpitrain.model.ema import ema_of
 from mpitrain.model.flat import all_finite
 from mpitrain.model.in_place import held_alike
 from mpitrain.model.optimizer import Rates
@@ -40,7 +39,7 @@ from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_one_by
 from mpitrain.training.model_parallel.state_shards import local, restore_shards, take_shards
 from mpitrain.training.replica_guard import ReplicaGuard
 from mpitrain.training.resume import restoring
-from mpitrain.training.schedule import go_on, report_end_of, schedule_of
+from mpitrain.training.schedule import go_on, report_end_of
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints
@@ -113,10 +112,7 @@ class SplitRun(Stepper):
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """Step with this optimizer, which holds this rank's parameters."""
         self.optimizer, self.rates = optimizer, Rates(optimizer)
-        self.ema = ema_of(self.session.job.ema, self._held)
-        self.schedule = attempt(
-            self.session.runtime, lambda: schedule_of(self.session.job, self.rates, self.ticks)
-        )
+        self.updates = attempt(self.session.runtime, lambda: self.recipe.update.begin(self.rates, self._held))
 
     @property
     def reads(self) -> bool:
@@ -145,7 +141,7 @@ class SplitRun(Stepper):
         ) is not None:
             attempt(self.session.runtime, restoring(self.session.resume)(lambda: self.restore(saved)))
         attempt(self.session.runtime, self.checkpoints.try_out)
-        report_end_of(self.session, self.ticks, self.schedule)
+        report_end_of(self.session, self.updates.pace)
         trace.watch(self, _look_at_validation=("validate", trace.OTHER))
         trace.watch(self.meter, progress=("report", trace.OTHER))
         trace.watch(self.checkpoints, after_step=("settle", trace.OTHER))
@@ -186,14 +182,12 @@ class SplitRun(Stepper):
 
     def own(self) -> dict[str, Any]:
         """What this rank goes on from: its part of the model and of the optimizer, and where the run is."""
-        ema = {"ema": self.ema.state()} if self.ema is not None else {}
+        ema = {"ema": self.updates.ema.state()} if self.updates.ema is not None else {}
         return (
             take_shards(self.module, self.rates)
             | ema
-            | {
-                "counts": {key: getattr(self, key) for key in _COUNTS},
-                "ticks": self.ticks.state(self.samples),
-            }
+            | {"counts": {key: getattr(self, key) for key in _COUNTS}}
+            | self.updates.pace.state(self.samples)
         )
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -207,10 +201,10 @@ class SplitRun(Stepper):
             )
             check_batch_size(before, now, counts["epoch"], is_over or counts["cursor"] == 0)
         restore_shards(self.module, self.rates, saved)
-        if self.ema is not None:
-            self.ema.restore(saved.get("ema"))
+        if self.updates.ema is not None:
+            self.updates.ema.restore(saved.get("ema"))
         vars(self).update(saved["counts"])
-        go_on(self.session, self.ticks, self.schedule, saved.get("ticks"), self.samples)
+        go_on(self.session, self.updates.pace, saved.get("ticks"), self.samples)
         warmup = num_warmup(self.num_steps - self.step)
         self.meter = Meter(self.session.report, warmup, self.samples, self.step)
 
@@ -262,7 +256,7 @@ class SplitRun(Stepper):
         """(the mean loss of the step, whether everything is finite), the same on all ranks."""
         grads = self.gradients()
         finite = value - value == 0.0 and all_finite(grads)
-        squares = self._squares() if finite and self.clipping.norm is not None else 0.0
+        squares = self._squares() if finite and self.recipe.update.clipping.norm is not None else 0.0
         sums = torch.tensor(
             [value * part if self.reports_loss else 0.0, 0.0 if finite else 1.0, squares], dtype=torch.float64
         )
@@ -303,9 +297,8 @@ class SplitRun(Stepper):
 
     def clip(self) -> None:
         """As `Stepper.clip`, by the norm over all ranks."""
-        if self.clipping:
-            total = torch.tensor(self._norm, dtype=torch.float64)
-            self.clipping.clip([local(one) for one in self._stepped()], total=total)
+        total = torch.tensor(self._norm, dtype=torch.float64)
+        self.updates.shape(lambda: [local(one) for one in self._stepped()], total=total)
 
     def _begin_validations(self) -> None:
         """All ranks measure together, so all judge what they have measured, and the first keeps the files."""
@@ -337,8 +330,8 @@ class SplitRun(Stepper):
     def _save_chosen(self, path: Path, metadata: dict[str, str]) -> None:
         """Write the model that the best metric was measured of; collective."""
         best_by = self.session.job.best_by
-        of_average = self.ema and best_by is not None and best_by.metric.startswith(EMA_PREFIX)
-        with self.ema.swapped() if self.ema and of_average else contextlib.nullcontext():
+        of_average = self.updates.ema and best_by is not None and best_by.metric.startswith(EMA_PREFIX)
+        with self.updates.ema.swapped() if self.updates.ema and of_average else contextlib.nullcontext():
             self._save(path, metadata)
 
     def _save(self, path: Path, metadata: dict[str, str]) -> None:
@@ -369,8 +362,8 @@ class SplitRun(Stepper):
         """Validation metrics, on every rank; collective."""
         job, runtime = self.session.job, self.session.runtime
         part = self.observe()
-        if self.ema is not None and job.validate_ema:
-            with self.checkpoints.guard.changing(), self.ema.swapped():
+        if self.updates.ema is not None and job.validate_ema:
+            with self.checkpoints.guard.changing(), self.updates.ema.swapped():
                 part += self.observe(EMA_PREFIX)
         rows = gather_parts(runtime, part)
 
@@ -390,8 +383,8 @@ class SplitRun(Stepper):
         path = self.session.run_dir / MODEL_FILE
         metadata = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
         self._save(path, metadata)
-        if self.ema is not None:
-            with self.ema.swapped():
+        if self.updates.ema is not None:
+            with self.updates.ema.swapped():
                 self._save(self.session.run_dir / EMA_MODEL_FILE, metadata)
         metrics = {}
         if self.session.validation is not None:

@@ -52,7 +52,7 @@ def run_tensor(session: Session) -> dict[str, Any]:
             layers.fill(module)
         del layers  # with its records
         run = MeshRun(session, grid, replica, part == 0, device, root)
-        run.random_key = grid.ranks[replica][0]
+        run.own_gradients.worker = grid.ranks[replica][0]
         if grid.num_replicas > 1:  # FSDP2 shards the slices once more: every rank holds something else
             run.checkpoint_grid = Grid((tuple(rank for row in grid.ranks for rank in row),))
         optimizer = build_optimizer(job, module, session.overrides.lr)

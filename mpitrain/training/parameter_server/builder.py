@@ -27,29 +27,26 @@ from mpitrain.model import (
     server_steps,
     shard_store,
 )
+from mpitrain.model.accumulation import LeaseReader
 from mpitrain.model.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.hybrid_replica import HybridReplica
 from mpitrain.model.node_sums import NodeSums
-from mpitrain.model.optimizer import Rates
-from mpitrain.model.precision import loss_scale
+from mpitrain.model.recipe import brought_by_loop
 from mpitrain.model.reduced_parameters import ReducedParameters
 from mpitrain.model.tabled_replica import TabledReplica
-from mpitrain.model.tabled_shard import TabledStore
+from mpitrain.model.worker_replica import Between
 from mpitrain.roles import ClippingServer, FaultTolerantServer, SaveRequest, SavingServer, Worker
 from mpitrain.roles.aggregator import Aggregator
 from mpitrain.roles.divided_validation import Measures
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.protocols import CheckpointWriter, Report
 from mpitrain.strategies.base import ServerStrategy
-from mpitrain.strategies.parameter_server.batch_size import PerRound, PerWorker
+from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.placement import Roles
 from mpitrain.strategies.sampling.dealer import BatchDealer
-from mpitrain.strategies.schedules import Progress
-from mpitrain.strategies.ticks import Ticks
 from mpitrain.strategies.validation_policy import ValidationCadence
-from mpitrain.training.clipping import clipping_of
-from mpitrain.training.measure import brought_by_loop, read_nothing_ahead
-from mpitrain.training.schedule import schedule_of, ticks_of
+from mpitrain.training.measure import read_nothing_ahead
+from mpitrain.training.recipe import recipe_of
 
 AnyStore = ShardStore | ElasticStore
 
@@ -75,49 +72,18 @@ class RoleBuilder:
         self.strategy, self.roles, self.model = strategy, roles, model
         self.job, self.catalogue, self.num_batches = job, catalogue, num_batches
         self.num_workers = len(roles.workers)
-        self._schedules: dict[int, Progress | None] = {}  # by shard
-        self._ticks: dict[int, Ticks | None] = {}
+        epoch_samples = catalogue.num_samples if catalogue is not None else 0
+        self.recipe = recipe_of(job, strategy, self.num_workers, epoch_samples)
         self._reduced: ReducedParameters | None = None  # that virtual workers share
 
     def others_of(self, shard: int) -> tuple[int, ...]:
         """The other servers, where this one exchanges norms with them."""
-        clipping = clipping_of(self.job, self.strategy.clips_mean)
         servers = self.roles.servers
-        return () if clipping.norm is None else (*servers[:shard], *servers[shard + 1 :])
-
-    @property
-    def _epoch_samples(self) -> int:
-        return self.catalogue.num_samples if self.catalogue else 0
-
-    def _new_ticks(self) -> Ticks | None:
-        return ticks_of(self.job, self._epoch_samples, self.num_workers) if self.job else None
-
-    def _ticks_of(self, shard: int) -> Ticks | None:
-        """What the server of one shard counts."""
-        if shard not in self._ticks:
-            self._ticks[shard] = self._new_ticks()
-        return self._ticks[shard]
-
-    @property
-    def _part_samples(self) -> int:
-        """Samples that a worker computes at once."""
-        part_samples = self.job.part_samples if self.job else 0
-        return -(-part_samples // self.num_workers) if self.strategy.batching == PerRound() else part_samples
+        return () if self.recipe.update.clipping.norm is None else (*servers[:shard], *servers[shard + 1 :])
 
     def store(self, shard: int, optimizer: Optimizer) -> AnyStore:
         """One server's shard of the model."""
-        clipping = clipping_of(self.job, self.strategy.clips_mean)
-        self._schedules[shard] = schedule_of(self.job, Rates(optimizer), self._ticks_of(shard))
-        return shard_store(
-            self.model,
-            shard,
-            optimizer,
-            self.strategy,
-            self.num_workers,
-            clipping,
-            self.job.ema if self.job else None,
-            self.job.seed if self.job else 0,
-        )
+        return shard_store(self.model, shard, optimizer, self.strategy, self.recipe)
 
     def server(
         self, shard: int, store: AnyStore, report: Report, writer: CheckpointWriter | None = None,
@@ -130,16 +96,14 @@ class RoleBuilder:
         dealer = None
         if self.roles.servers[shard] == self.roles.dealer:
             dealer = BatchDealer(
-                self._epoch_samples, job.epochs, job.step_samples, self.num_batches, job.drop_last,
+                self.catalogue.num_samples, job.epochs, job.step_samples, self.num_batches, job.drop_last,
                 self.num_workers, self.catalogue.window_samples,
             )  # fmt: skip
         others = self.others_of(shard)
         make = functools.partial(ClippingServer, others=others) if others else FaultTolerantServer
         return make(
-            self.strategy, store, self.roles.workers, report, dealer, job.on_nonfinite, self._epoch_samples,
-            self._schedules.get(shard), job.step_samples, writer,
-            delivers=True, floor_s=floor_s, by_heartbeat=by_heartbeat,
-            tables=store if isinstance(store, TabledStore) else None, ticks=self._ticks_of(shard),
+            self.strategy, store, self.roles.workers, report, dealer, self.recipe.update.on_nonfinite,
+            store.updates.pace, writer, delivers=True, floor_s=floor_s, by_heartbeat=by_heartbeat,
         )  # fmt: skip
 
     def loop_server(
@@ -154,10 +118,7 @@ class RoleBuilder:
 
     def local(self, optimizer: Optimizer) -> LocalSteps | None:
         """What a worker does between two reads, as `mpitrain.model.local_steps`."""
-        schedule, ticks = None, self._new_ticks()
-        if self.strategy.moves:
-            schedule = schedule_of(self.job, Rates(optimizer), ticks)
-        return local_steps(self.model, optimizer, self.strategy, schedule, ticks)
+        return local_steps(self.model, optimizer, self.strategy, self.recipe.update)
 
     def replica(
         self,
@@ -175,40 +136,28 @@ class RoleBuilder:
             shared: other virtual workers use the same module; virtual time waits for no disk, so nothing is read ahead.
         """
         index = self.roles.workers.index(rank)
-        seed = self.job.seed if self.job else 0
         made: Callable[..., Replica] = Replica
         if self.strategy.reduces:
             reduced = self._reduced_parameters(optimizer, shared)
             made = functools.partial(HybridReplica, reduced=reduced, push_wire=self.strategy.push_numbers)
         elif self.model.lookups is not None:
             made = functools.partial(TabledReplica, push_wire=self.strategy.push_numbers)
-        return made(
-            self.model,
-            self.job.loss if self.job else brought_by_loop,
+        rule = self.recipe.gradient
+        between = Between(
+            local,
+            push_coder(self.model, self.strategy, self.num_workers, index, rule.seed),
+            server_steps(self.model, optimizer, self.strategy),
+        )
+        leases = LeaseReader(
             reader.batch if reader else brought_by_loop,
             reader.prefetch if reader and not shared else read_nothing_ahead,
-            seed,
-            index,
-            measure,
-            shared=shared,
-            local=local,
-            coder=push_coder(self.model, self.strategy, self.num_workers, index, seed),
-            server_steps=server_steps(self.model, optimizer, self.strategy),
-            clipping=clipping_of(self.job, not self.strategy.clips_mean),
-            part_samples=self._part_samples,
-            loss_scale=loss_scale(self.job.precision) if self.job else None,
+            rule.part_samples,
         )
+        return made(self.model, rule, leases, index, between, measure, shared)
 
     def _reduced_parameters(self, optimizer: Optimizer, shared: bool) -> ReducedParameters:
         if self._reduced is None or not shared:
-            job = self.job
-            assert job is not None, "an all-reduce around a loop of the user's own"
-            ticks = self._new_ticks()
-            schedule = schedule_of(job, Rates(optimizer), ticks)
-            self._reduced = ReducedParameters(
-                self.model.reduced, optimizer, job.step_samples, self.num_workers,
-                clipping_of(job, self.strategy.clips_mean), schedule, ticks,
-            )  # fmt: skip
+            self._reduced = ReducedParameters(self.model.reduced, optimizer, self.recipe.update)
         return self._reduced
 
     def worker(
@@ -241,7 +190,7 @@ class RoleBuilder:
             pull_every=strategy.pulls,
             inflight=strategy.inflight,
             batch_size=0 if job is None or strategy.batching == PerWorker() else job.step_samples,
-            part_samples=self._part_samples,
+            part_samples=self.recipe.gradient.part_samples,
             deliver=deliver,
             heartbeat_s=heartbeat_s,
             signs_s=SIGNS_S if strategy.blocks_apart and signs else 0.0,

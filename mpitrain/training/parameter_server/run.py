@@ -30,6 +30,7 @@ from mpitrain.roles.replay import record, recording
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
 from mpitrain.roles.server.resharding import num_row_pieces, processed_by, reshard_role
 from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.schedules import Pace
 from mpitrain.strategies.ticks import Law
 from mpitrain.training import signals
 from mpitrain.training.averaged_model import join_parts, save_part
@@ -188,8 +189,8 @@ def _serve(
     counts["lost"] |= {str(rank): "died" for rank in runtime.evicted & runtime.dead()}
     if isinstance(store, TabledStore):
         save_tables(session.run_dir, shard, len(roles.servers), session.job.seed, model.module, store.tables)
-    if store.ema is not None:
-        save_part(session.run_dir, shard, store.ema.values())
+    if store.updates.ema is not None:
+        save_part(session.run_dir, shard, store.updates.ema.values())
     writer.wait()
     counts["checkpoints"] = writer.summary()
     counts |= store.statistics()
@@ -227,21 +228,20 @@ def _aggregate(session: Session, builder: RoleBuilder) -> dict[str, Any]:
 
 def _restore_server(session: Session, server: Server, store: AnyStore, layout: Layout, shard: int) -> None:
     """As `restore_shard`, with what a schedule counts from."""
-    assert server.ticks is not None, "of a job"
     role = restore_shard(session.resume, server, store, layout, shard)
     if role is not None:
-        go_on(session, server.ticks, server.schedule, role.get("ticks"), server.applied_samples)
+        go_on(session, server.pace, role.get("ticks"), server.applied_samples)
         _limit(session, server, role.get("ticks"))
-    report_end_of(session, server.ticks, server.schedule)
+    report_end_of(session, server.pace)
 
 
 def _limit(session: Session, server: Server, saved: dict[str, Any] | None) -> None:
     """Under `--steps`, where a step is of other workers or batches now: those that are left are of today's."""
-    assert server.ticks is not None, "of a job"
-    steps, dealer = session.overrides.steps, server.leases.dealer
-    if steps is None or dealer is None or saved is None or Law(*saved["law"]) == server.ticks.law:
+    steps, dealer, ticks = session.overrides.steps, server.leases.dealer, server.pace.ticks
+    assert ticks is not None, "of a job"
+    if steps is None or dealer is None or saved is None or Law(*saved["law"]) == ticks.law:
         return
-    left = max(0, steps - server.ticks.at(server.applied_samples))
+    left = max(0, steps - ticks.at(server.applied_samples))
     dealer.allow(left * session.strategy.num_replicas(len(session.roles.workers)))
 
 
@@ -257,7 +257,7 @@ def restore_shard(
     else:
         states = [read_own_part(resume, f"shard-{index}") for index in range(resume.shards())]
         before, (low, high) = layout.cut_into(len(states)).cuts, layout.cuts[shard : shard + 2]
-        role = reshard_role([state["role"] for state in states], before, low, high, server.epoch_samples)
+        role = reshard_role([state["role"] for state in states], before, low, high, server.pace.epoch_samples)
         pieces = [num_row_pieces(state["role"]) for state in states]
         mine = {"role": role, "store": reshard([state["store"] for state in states], layout, shard, pieces)}
     store.restore(mine["store"])
@@ -342,11 +342,10 @@ def _restore_ticks(session: Session, replica: Replica) -> None:
     if session.resume is None:
         return
     role = session.resume.servers()[0]
-    counted = [replica.local.ticks] if replica.local is not None else []
-    counted += [replica.reduced.ticks] if isinstance(replica, HybridReplica) else []
-    for ticks in counted:
-        assert ticks is not None, "of a job"
-        go_on(session, ticks, None, role.get("ticks"), role["applied_samples"])
+    counted = [replica.local.pace] if replica.local is not None else []
+    counted += [replica.reduced.updates.pace] if isinstance(replica, HybridReplica) else []
+    for pace in counted:  # of what changes the server tells
+        go_on(session, Pace(ticks=pace.ticks), role.get("ticks"), role["applied_samples"])
 
 
 def restore_worker(

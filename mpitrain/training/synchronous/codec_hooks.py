@@ -25,10 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from mpitrain.codecs import Encoder, Field, Layout, Part, add_message
 from mpitrain.codecs.base import Codec
 from mpitrain.errors import UsageError
-from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.codec_registry import make_encoder, merge_states
-from mpitrain.model.flat import all_finite
 from mpitrain.model.loss_pass import passed
+from mpitrain.model.recipe import GradientRule
 from mpitrain.system import trace
 
 # torch 2.13 renamed it and warns at the old name
@@ -43,7 +42,9 @@ class CodecHook:
         codec: any but `none`.
         group: the ranks, default all.
         seed: of the codec's randomness.
-        clipping: of this rank's gradient, before the codec.
+
+    Attributes:
+        own_gradients: shape this rank's gradient before the codec.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class CodecHook:
         codec: Codec,
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
-        clipping: Clipping = NO_CLIPPING,
     ):
-        self.codec, self.group, self.clipping = codec, group, clipping
+        self.codec, self.group = codec, group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.own_gradients = GradientRule().begin(self.rank)
         self._names = {id(parameter): name for name, parameter in parameters}
         self._cast: torch.dtype | None = getattr(torch, codec.cast) if codec.cast else None
         self.encoder: Encoder | None = None if self._cast else make_encoder(codec, self.size, self.rank, seed)
@@ -66,15 +67,14 @@ class CodecHook:
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Future[Any]:
         """What DDP calls for every bucket; the future's value replaces the bucket."""
-        if self._cast is not None and not self.clipping:
+        if self._cast is not None and not self.own_gradients.rule.shapes:
             return self._cast_and_reduce(bucket.buffer(), bucket.index() == 0, bucket.is_last())
         future: Future[Any] = Future(devices=[bucket.buffer().device] if bucket.buffer().is_cuda else None)
         self._waiting.append((Part(bucket.buffer(), self._layout(bucket)), future))
         if bucket.is_last():
             waiting, self._waiting = self._waiting, []
             parts = [part for part, _ in waiting]
-            if self.clipping and all_finite([part.flat for part in parts]):
-                self.clipping.clip([part.flat for part in parts])
+            self.own_gradients.shape([part.flat for part in parts])
             self._exchange(parts)
             for part, done in waiting:
                 done.set_result(part.flat)
@@ -204,9 +204,8 @@ def attach_codec(
     codec: Codec,
     group: dist.ProcessGroup | None = None,
     seed: int = 0,
-    clipping: Clipping = NO_CLIPPING,
 ) -> CodecHook:
-    """Make a DDP module exchange its gradients by `codec`, clipped before that; the returned hook has `statistics`,
+    """Make a DDP module exchange its gradients by `codec`; the returned hook has `statistics`,
     `state`, `restore`.
 
     Raises:
@@ -218,7 +217,7 @@ def attach_codec(
         raise UsageError(
             f"{codec}: gradients must be float32; {odd[0]} is not. float16() and bfloat16() take any"
         )
-    hook = CodecHook(named, codec, group, seed, clipping)
+    hook = CodecHook(named, codec, group, seed)
     reattach(parallel, hook)
     return hook
 

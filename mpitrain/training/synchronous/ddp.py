@@ -19,7 +19,6 @@ from mpitrain.codecs.base import Codec
 from mpitrain.codecs.none import Uncompressed
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
-from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.loss_pass import LossPass
 from mpitrain.model.user_code import unused_parameters
@@ -35,11 +34,9 @@ def codec_of(strategy: Strategy) -> Codec:
     return strategy.codec if isinstance(strategy, AllReduce) else Uncompressed()
 
 
-def attach(
-    parallel: DistributedDataParallel, codec: Codec, seed: int = 0, clipping: Clipping = NO_CLIPPING
-) -> CodecHook | None:
+def attach(parallel: DistributedDataParallel, codec: Codec, seed: int = 0) -> CodecHook | None:
     """The hook of a codec, or None where numbers travel as they are."""
-    return None if codec.is_none else attach_codec(parallel, codec, seed=seed, clipping=clipping)
+    return None if codec.is_none else attach_codec(parallel, codec, seed=seed)
 
 
 def data_parallel(
@@ -73,17 +70,14 @@ class ParallelModule:
     """A module under DDP that is made anew if the loss turns out to leave parameters out.
 
     Args:
-        module: that all ranks share; codec: of the gradients, with its seed; clipping: before the codec.
+        module: that all ranks share; codec: of the gradients, with its seed.
         find_unused: whether the loss may leave parameters out; None to find out at the first step.
     """
 
-    def __init__(
-        self, module: nn.Module, find_unused: bool | None, codec: Codec, seed: int,
-        clipping: Clipping = NO_CLIPPING,
-    ):  # fmt: skip
+    def __init__(self, module: nn.Module, find_unused: bool | None, codec: Codec, seed: int):
         self.module, self.find_unused = module, find_unused
         self.ddp: DistributedDataParallel | None = self._make()
-        self.hook = attach(self.ddp, codec, seed, clipping)
+        self.hook = attach(self.ddp, codec, seed)
 
     def _make(self) -> DistributedDataParallel:
         return data_parallel(LossPass(self.module), find_unused=bool(self.find_unused))

@@ -110,8 +110,8 @@ class JointStepper(Stepper):
         self._waited_s += time.monotonic() - began_s
         gradients = numbers_of_gradients(parameters)
         finite = all_finite(gradients)
-        if finite and self.clipping:
-            self.clipping.clip(gradients)
+        if finite:
+            self.updates.shape(lambda: gradients)
         self._refused = self._refused or not finite
         return finite
 

@@ -28,18 +28,16 @@ from torch import nn
 
 from mpitrain.job import Job
 from mpitrain.model.accumulation import MeanLoss, scale_gradients
-from mpitrain.model.ema import Averaged, ema_of
+from mpitrain.model.ema import Averaged
 from mpitrain.model.flat import all_finite, trainable
 from mpitrain.model.in_place import InPlaceGuard
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
-from mpitrain.model.precision import backward_scaled, loss_scale
+from mpitrain.model.precision import backward_scaled
 from mpitrain.model.sparse_gradients import explained_tables, numbers_of_gradients
 from mpitrain.model.sync_batchnorm import count_batch
-from mpitrain.model.worker_replica import seed_step
 from mpitrain.system import trace
-from mpitrain.training.clipping import clipping_of
-from mpitrain.training.schedule import schedule_of, ticks_of
+from mpitrain.training.recipe import recipe_of
 from mpitrain.training.synchronous.ddp import ParallelModule, weight_among_all
 
 Batch = dict[str, torch.Tensor]
@@ -76,14 +74,14 @@ class Stepper:
         random_key: int,
         where: Callable[[], str] | None = None,
     ):
-        self.job, self.num_replicas, self.epoch_samples = job, num_replicas, epoch_samples
-        self.random_key, self.where = random_key, where or self._where
+        self.job, self.num_replicas = job, num_replicas
+        assert job.strategy is not None, "of a run"
+        self.recipe = recipe_of(job, job.strategy, num_replicas, epoch_samples)
+        self.where = where or self._where
         self.step = self.samples = self.nonfinite = 0
-        self.ticks = ticks_of(job, epoch_samples, num_replicas)
         self.compute_s, self.failure = 0.0, ""
         self._part, self._waited_s = 0, 0.0
-        self.loss_scale, self.loss_factor = loss_scale(job.precision), 1.0
-        self.clipping = clipping_of(job)
+        self.own_gradients, self.loss_factor = self.recipe.gradient.begin(random_key), 1.0
         self.before_forward: Callable[[], None] = _nothing
         self.before_update: Callable[[], None] = _nothing
         if trace.is_on():
@@ -97,10 +95,11 @@ class Stepper:
     def train(self, module: nn.Module, rates: Rates, parallel: ParallelModule | None = None) -> None:
         """Step this module with the optimizer of `rates`."""
         self.module, self.rates, self.optimizer, self.parallel = module, rates, rates.optimizer, parallel
-        self.schedule = schedule_of(self.job, rates, self.ticks)
         self._trainable = [parameter for _, parameter, _ in trainable(module, self.optimizer)]
         self.in_place = InPlaceGuard([*module.named_parameters()], "")
-        self.ema = ema_of(self.job.ema, lambda: self._trainable)
+        self.updates = self.recipe.update.begin(rates, lambda: self._trainable)
+        if parallel is not None and parallel.hook is not None:
+            parallel.hook.own_gradients = self.own_gradients
 
     def take(self, parts: Parts, share: int, count: int) -> float:
         """One step on this rank's `share` samples of the `count` of all ranks; returns the loss to report."""
@@ -124,7 +123,7 @@ class Stepper:
 
     def _backward_scaled(self, parts: Parts, share: int, weight: float) -> float:
         """`backward`, done again with a smaller scale where float16 overflows."""
-        if self.loss_scale is None:
+        if self.own_gradients.scale is None:
             return self.backward(parts, share, weight)
         kept = list(parts)
 
@@ -133,7 +132,9 @@ class Stepper:
             self.seed()
             return self.backward(kept, share, weight)
 
-        return backward_scaled(self.loss_scale, self.module, backward, self.gradients, self.is_finite)
+        return backward_scaled(
+            self.own_gradients.scale, self.module, backward, self.gradients, self.is_finite
+        )
 
     def is_finite(self, gradients: list[torch.Tensor]) -> bool:
         """Whether the gradients under a loss scale are finite; the same on all ranks that exchange them."""
@@ -169,11 +170,11 @@ class Stepper:
         self.update_ema()
 
     def _where(self) -> str:
-        return f"rank {self.random_key} (worker, step {self.step})"
+        return f"rank {self.own_gradients.worker} (worker, step {self.step})"
 
     def seed(self) -> None:
         """Random numbers of this step, or of one batch of several."""
-        seed_step(self.job.seed, self.random_key, self.step, self._part)
+        self.own_gradients.seed(self.step, self._part)
 
     # ---- hooks
 
@@ -252,7 +253,7 @@ class Stepper:
         with self.in_place.around():
             if self.parallel is not None:
                 return self.parallel.loss(self.job, batch, self.seed)
-            return read_loss(self.job.loss(self.module, batch))
+            return read_loss(self.recipe.gradient.loss(self.module, batch))
 
     def _addresses(self) -> dict[int, int]:
         """Where the dense gradients are, by parameter."""
@@ -291,22 +292,20 @@ class Stepper:
 
     def clip(self) -> None:
         """Clip the gradient, which is finite, before the step."""
-        if self.clipping and (self.parallel is None or self.parallel.hook is None):
-            self.clipping.clip(self.gradients())
+        self.updates.shape(self.gradients)
 
     def follow_schedule(self) -> None:
         """Set the learning rates of this step."""
-        if self.schedule is not None:
-            self.rates.set(self.schedule.factor(self.samples / self.epoch_samples, self.num_replicas))
+        self.updates.follow(self.samples, self.num_replicas)
 
     def averaged(self) -> Averaged | None:
         """What lets the module hold its average for a while, where validations measure that."""
-        return self.ema.swapped if self.ema is not None and self.job.validate_ema else None
+        ema = self.updates.ema
+        return ema.swapped if ema is not None and self.job.validate_ema else None
 
     def update_ema(self) -> None:
         """All ranks hold the same update: the moving average of the weights follows."""
-        if self.ema is not None:
-            self.ema.update()
+        self.updates.moved()
 
     def step_optimizer(self) -> None:
         """One step with the gradients that are there."""

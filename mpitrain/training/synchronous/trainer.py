@@ -23,7 +23,6 @@ from mpitrain.strategies.sampling.epoch_steps import Step
 from mpitrain.strategies.sampling.step_partition import StepPartition
 from mpitrain.system import trace
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
-from mpitrain.training.clipping import clipping_of
 from mpitrain.training.judge import why_not_finite
 from mpitrain.training.measure import (
     MODEL_FILE,
@@ -123,7 +122,7 @@ class Trainer:
 
     def _begin(self) -> None:
         """What is known when the run stands where it goes on from."""
-        report_end_of(self.session, self.stepper.ticks, self.stepper.schedule)
+        report_end_of(self.session, self.stepper.updates.pace)
         self._clock_validations()
 
     def _clock_validations(self) -> None:
@@ -164,7 +163,7 @@ class Trainer:
     def _make_parallel(self) -> ParallelModule:
         job = self.session.job
         codec = codec_of(self.session.strategy)
-        return ParallelModule(self.module, job.find_unused_parameters, codec, job.seed, clipping_of(job))
+        return ParallelModule(self.module, job.find_unused_parameters, codec, job.seed)
 
     def _before_update(self) -> None:
         self.checkpoints.guard.begin()
@@ -181,8 +180,8 @@ class Trainer:
             "optimizer": self.rates.state(),
             "counts": counts,
             "rounds": self.partition.state(),
-            "ticks": stepper.ticks.state(stepper.samples),
-            "ema": stepper.ema.state() if stepper.ema else [],
+            **stepper.updates.pace.state(stepper.samples),
+            "ema": stepper.updates.ema.state() if stepper.updates.ema else [],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -194,9 +193,9 @@ class Trainer:
         stepper.step, stepper.samples = counts["step"], counts["samples"]
         stepper.nonfinite = counts["nonfinite"]
         self.partition.restore(state["rounds"])
-        go_on(self.session, stepper.ticks, stepper.schedule, state.get("ticks"), stepper.samples)
-        if stepper.ema is not None:
-            stepper.ema.restore(state.get("ema"))
+        go_on(self.session, stepper.updates.pace, state.get("ticks"), stepper.samples)
+        if stepper.updates.ema is not None:
+            stepper.updates.ema.restore(state.get("ema"))
         warmup = num_warmup(self.num_steps - stepper.step)
         self.meter = Meter(self.session.report, warmup, stepper.samples, stepper.step)
 
@@ -369,8 +368,8 @@ class Trainer:
         run_dir = self.session.run_dir
         metadata = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
         save_model(self.module, run_dir / MODEL_FILE, metadata)
-        if self.stepper.ema is not None:
-            with self.stepper.ema.swapped():
+        if self.stepper.updates.ema is not None:
+            with self.stepper.updates.ema.swapped():
                 save_model(self.module, run_dir / EMA_MODEL_FILE, metadata)
 
 

@@ -11,6 +11,7 @@ from benchmarks.common import never_destroyed
 from mpitrain.codecs import Part, write_message
 from mpitrain.model.clipping import Clipping
 from mpitrain.model.codec_registry import make_encoder, make_layout_of
+from mpitrain.model.recipe import GradientRule
 from mpitrain.training.synchronous.codec_hooks import attach_codec
 from mpitrain.training.synchronous.ddp import data_parallel
 from tests.mpi.cases import run_cases, starts
@@ -80,7 +81,8 @@ def case_each_rank_clips_its_own_gradient_before_the_codec(rt):
         plain, _ = train(codec, GROUPS["mpi4py"], rt.rank)
         module = net()
         parallel = data_parallel(module, GROUPS["mpi4py"])
-        attach_codec(parallel, codec, GROUPS["mpi4py"], clipping=Clipping(norm=1e30, value=1e30))
+        hook = attach_codec(parallel, codec, GROUPS["mpi4py"])
+        hook.own_gradients = GradientRule(clipping=Clipping(norm=1e30, value=1e30)).begin(rt.rank)
         train_on(parallel, rt.rank)
         assert torch.equal(flat(plain), flat(module)), codec
 
@@ -95,7 +97,8 @@ def case_each_rank_clips_its_own_gradient_before_the_codec(rt):
         seen = []
         module = net()
         parallel = data_parallel(module, GROUPS["mpi4py"])
-        hook = attach_codec(parallel, codec, GROUPS["mpi4py"], clipping=Clipping(norm=0.125, value=0.01))
+        hook = attach_codec(parallel, codec, GROUPS["mpi4py"])
+        hook.own_gradients = GradientRule(clipping=Clipping(norm=0.125, value=0.01)).begin(rt.rank)
         exchange = hook._exchange
 
         def spied(parts, seen=seen, exchange=exchange):

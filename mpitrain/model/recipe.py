@@ -1,0 +1,212 @@
+"""How a batch becomes a gradient, and how a gradient becomes an update: two values that a job is made into once, and
+that every family is handed whole.
+
+    loss, backward, own clipping                   `GradientRule`, on each worker
+    rates, mean clipping, step, moving average     `UpdateRule`, on whoever holds the parameters
+
+Invariants: both values are frozen, and no number of them is handed on by itself. What has a memory (loss scale, ticks,
+averages) is what they `begin`. Only gradients whose numbers are all finite are shaped. What a family does differently
+(exchanges, slices, wires) is its own affair; what a job asks of any gradient or of any update stands here alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from mpitrain.messages import Lease
+from mpitrain.model.accumulation import LeaseReader, MeanLoss, backward_in_parts
+from mpitrain.model.clipping import NO_CLIPPING, Clipping
+from mpitrain.model.ema import ema_of
+from mpitrain.model.flat import FlatModel, all_finite
+from mpitrain.model.loss import BatchLoss, read_loss
+from mpitrain.model.optimizer import Rates
+from mpitrain.model.precision import backward_scaled, loss_scale
+from mpitrain.model.torch_scheduler import TorchSchedule
+from mpitrain.strategies.schedules import Pace, Schedule
+from mpitrain.strategies.ticks import Law, Ticks
+from mpitrain.system.draws import LOCK
+
+Batch = dict[str, torch.Tensor]
+Loss = Callable[[Any, Batch], Any]
+
+
+def brought_by_loop(*arguments: Any) -> Any:
+    """Stands for the loss and the data of a loop of the user's own, for which nobody else asks."""
+    raise AssertionError("the loop, its loss and its data are the user's own")
+
+
+_has_accelerator = functools.cache(torch.accelerator.is_available)  # it asks a driver where torch has one
+
+
+def seed_step(seed: int, worker: int, step: int, part: int = 0) -> None:
+    """Seed torch for one step of one worker, or for one batch of several that it takes the step with."""
+    key = f"{seed}/{worker}/{step}" + (f"/{part}" if part else "")
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little") >> 1
+    with LOCK:
+        if _has_accelerator():
+            torch.manual_seed(number)
+        else:  # the same, without a note of the call stack for every kind of device that may yet come: a millisecond
+            torch.default_generator.manual_seed(number)
+
+
+@dataclass(frozen=True)
+class GradientRule:
+    """How a worker's batch becomes its gradient.
+
+    Args:
+        loss: `loss(module, batch)` as in `Job`; seed: key of the randomness.
+        precision: in which the loss is computed.
+        part_samples: that are computed at once, where a lease is more than one batch; 0: a lease is one.
+        clipping: of each worker's own gradient.
+    """
+
+    loss: Loss = brought_by_loop
+    seed: int = 0
+    precision: str = "float32"
+    part_samples: int = 0
+    clipping: Clipping = NO_CLIPPING
+
+    @property
+    def shapes(self) -> bool:
+        """Whether a gradient is changed before anybody else sees it."""
+        return bool(self.clipping)
+
+    def begin(self, worker: int) -> Gradients:
+        """The gradients of one worker; its number is the key of its randomness, whatever its rank is."""
+        return Gradients(self, worker)
+
+
+class Gradients:
+    """One worker's gradients, from batch to batch."""
+
+    def __init__(self, rule: GradientRule, worker: int):
+        self.rule, self.worker, self.step = rule, worker, 0
+        self.scale = loss_scale(rule.precision)
+
+    def seed(self, step: int, part: int = 0) -> None:
+        """Seed torch for this step, or for one batch of several that it is taken with."""
+        self.step = step
+        seed_step(self.rule.seed, self.worker, step, part)
+
+    def backward(
+        self, model: FlatModel, reader: LeaseReader, lease: Lease, step: int, weight: float = 1.0
+    ) -> MeanLoss:
+        """Forward and backward over the batches of a lease, in training mode; leaves the gradient of `weight` times
+        their mean loss on the parameters, shaped."""
+
+        def loss_of(batch: Batch) -> BatchLoss:
+            on_device = {name: x.to(model.device, non_blocking=True) for name, x in batch.items()}
+            with model.in_place.around():
+                return read_loss(self.rule.loss(model.module, on_device))
+
+        def backward(factor: float) -> MeanLoss:
+            parts = reader.read(lease)
+            seed = functools.partial(self.seed, step)
+            return backward_in_parts(parts, lease.num_samples, loss_of, seed, model.owners(), factor * weight)
+
+        model.module.train()
+        for parameter in (*model.parameters, *model.reduced):
+            parameter.grad = None
+        mean = backward_scaled(self.scale, model.module, backward, model.gradients)
+        if self.rule.shapes:
+            self.shape([one.grad for one in model.owners() if one.grad is not None])
+        return mean
+
+    def shape(self, gradient: list[torch.Tensor]) -> None:
+        """Make the gradient of the step that was seeded last what others are to see, in place, if it is finite."""
+        if self.rule.shapes and all_finite(gradient):
+            self.rule.clipping.clip(gradient)
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How a gradient becomes an update of the parameters.
+
+    Args:
+        clipping: of the gradient that is stepped with: the mean of all workers', where they are averaged.
+        schedule: factor on the rates; scheduler: the job's, which makes a torch scheduler in its place.
+        ema: decay of the moving average of the parameters; None for none.
+        on_nonfinite: "stop" at a gradient that is not finite, or "skip" it.
+        epoch_samples: in an epoch; 0 around a loop of the user's own, who sets the rates.
+        law: what a step of all is: samples of a worker's, workers, and the least that counts as one.
+    """
+
+    clipping: Clipping = NO_CLIPPING
+    schedule: Schedule | None = None
+    scheduler: Callable[[Optimizer], Any] | None = None
+    ema: float | None = None
+    on_nonfinite: str = "stop"
+    epoch_samples: int = 0
+    law: Law = Law(1, 1)
+
+    def pace(self, rates: Rates) -> Pace:
+        """What the rates follow; `rates`: of the job's optimizer, as it began.
+
+        Raises:
+            UsageError: the job's `scheduler` makes none.
+        """
+        if not self.epoch_samples:
+            return Pace()
+        ticks = Ticks(self.epoch_samples, self.law)
+        if self.scheduler is None:
+            return Pace(self.schedule, ticks)
+        return Pace(TorchSchedule(self.scheduler, rates, ticks), ticks)
+
+    def begin(
+        self, rates: Rates | None, held: Callable[[], Sequence[torch.Tensor]], pace: Pace | None = None
+    ) -> Updates:
+        """The updates of whoever holds these tensors.
+
+        Args:
+            rates: of the optimizer that steps them, if one does; held: where their numbers lie.
+            pace: what the rates follow, where another optimizer is the job's.
+        """
+        if pace is None:
+            pace = self.pace(rates) if rates is not None else Pace()
+        return Updates(self, rates, held, pace)
+
+
+class Updates:
+    """The updates of one holder of parameters."""
+
+    def __init__(
+        self, rule: UpdateRule, rates: Rates | None, held: Callable[[], Sequence[torch.Tensor]], pace: Pace
+    ):
+        self.rule, self.rates, self.pace = rule, rates, pace
+        self.ema = ema_of(rule.ema, held)
+
+    def follow(self, samples: int, num_workers: int) -> None:
+        """The rates of the update after so many accepted samples, with so many workers."""
+        factor = self.pace.factor(samples, num_workers)
+        if factor is not None and self.rates is not None:
+            self.rates.set(factor)
+
+    def shape(
+        self,
+        gradient: Callable[[], list[torch.Tensor]],
+        scale: float = 1.0,
+        total: torch.Tensor | None = None,
+    ) -> None:
+        """Make a finite gradient what is stepped with, in place; `scale`, `total`: as for `Clipping.clip`."""
+        if self.rule.clipping:
+            self.rule.clipping.clip(gradient(), scale, total)
+
+    def moved(self) -> None:
+        """The parameters have been updated."""
+        if self.ema is not None:
+            self.ema.update()
+
+
+class Recipe(NamedTuple):
+    """Both; by default those around a loop of the user's own, who computes gradients and sets rates."""
+
+    gradient: GradientRule = GradientRule()
+    update: UpdateRule = UpdateRule()
