@@ -34,7 +34,7 @@ from mpitrain.model.worker_replica import Gradient, Replica
 from mpitrain.mpi.runtime import start
 from mpitrain.mpi.world import MpiWorld
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import Server, Worker
+from mpitrain.roles import Rhythm, Server, Worker
 from mpitrain.strategies import Async
 from mpitrain.strategies.placement import Roles
 
@@ -98,7 +98,7 @@ class Ours:
             runtime.engine, servers, lambda source, kind: flat.buffer_for(servers.index(source), final=True)
         )
         roles = Roles(servers, (DRIVER,))
-        self.role = Worker(DRIVER, roles, self.replica, NullReport(), leased=False).run()
+        self.role = Worker(DRIVER, roles, self.replica, NullReport(), Rhythm(leased=False)).run()
         self.world.advance(self.role, None)
         self.replica.prepare()
 

@@ -35,7 +35,7 @@ from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.runtime import start
 from mpitrain.mpi.world import MpiWorld
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import Server, Worker
+from mpitrain.roles import Rhythm, Server, Worker
 from mpitrain.strategies import Async
 from mpitrain.strategies.placement import Roles
 from mpitrain.training.synchronous.ddp import data_parallel
@@ -121,7 +121,7 @@ class Asynchronous(Contestant):
         flat = FlatModel(self.module, self.optimizer, 1)
         self.replica = Replica(flat, GradientRule(), None, runtime.rank)
         self.world = MpiWorld(engine, ROLES.servers, lambda source, kind: flat.buffer_for(0, final=True))
-        self.role = Worker(runtime.rank, ROLES, self.replica, NullReport(), leased=False).run()
+        self.role = Worker(runtime.rank, ROLES, self.replica, NullReport(), Rhythm(leased=False)).run()
         self.world.advance(self.role, None)
 
     def step(self):

@@ -7,6 +7,8 @@ from mpitrain.roles.server.fault_tolerant import FaultTolerantServer
 from mpitrain.roles.server.norm_exchange import ClippingServer
 from mpitrain.roles.server.server import Server
 from mpitrain.roles.server.user_checkpoints import SavingServer
-from mpitrain.roles.worker import Worker
+from mpitrain.roles.worker import Duties, Rhythm, Worker
 
-__all__ = ["SaveRequest", "SavingServer", "Server", "ClippingServer", "FaultTolerantServer", "Worker"]
+__all__ = [
+    "SaveRequest", "SavingServer", "Server", "ClippingServer", "Duties", "FaultTolerantServer", "Rhythm", "Worker",
+]  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from mpitrain.effects import Reduction
 from mpitrain.messages import Lease, Payload
 from mpitrain.strategies.sampling.peer_partition import Turn
 
@@ -145,6 +146,14 @@ class TabledReplica(Replica, Protocol):
 
     def hold_model(self, shard: int, payload: Payload) -> None:
         """Take rows of the final model; the payload is released."""
+
+
+@runtime_checkable
+class ReducingReplica(Replica, Protocol):
+    """The same, where workers exchange a part of the model among themselves."""
+
+    def reduction(self, is_finite: bool) -> Reduction:
+        """What the worker brings to the all-reduce after a push, or after one that is not finite."""
 
 
 class CheckpointWriter(Protocol):

@@ -14,6 +14,7 @@ import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.effects import AllReduce, Begin, Compute, Effect, Interrupted, Now, Reduction, Role, Send
@@ -42,14 +43,72 @@ from mpitrain.messages import (
 from mpitrain.roles.divided_validation import DividedValidation, Measures
 from mpitrain.roles.failure_detector.worker_side import ServerProbe
 from mpitrain.roles.out_of_turn import out_of_turn
-from mpitrain.roles.protocols import CheckpointWriter, Gradient, Replica, Report, TabledReplica
+from mpitrain.roles.protocols import (
+    CheckpointWriter,
+    Gradient,
+    ReducingReplica,
+    Replica,
+    Report,
+    TabledReplica,
+)
 from mpitrain.roles.row_pulls import RowPulls
 from mpitrain.roles.save_request import SaveRequest
+from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.placement import Roles
 from mpitrain.strategies.validation_policy import ValidationCadence
 
 Deliver = Callable[[], dict[str, Any]]
 PREFETCH = 2  # batches to read ahead
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """When a worker pushes, pulls and says that it lives.
+
+    Args:
+        leased: batches come from the dealer; otherwise from whoever answers `Compute`, until it answers None.
+        wants_final: fetch the final model at the end, as the validator must.
+        push_every, pull_every, inflight: as in `ServerStrategy`; a lease is one push whatever `push_every` says.
+        batch_size: the usual one, where batches differ in size on purpose: virtual time charges by it.
+        part_samples: samples that are computed at once, where a batch is computed in several parts; 0: all.
+        heartbeat_s, signs_s: as in `ServerProbe`.
+    """
+
+    leased: bool = True
+    wants_final: bool = False
+    push_every: int = 1
+    pull_every: int = 1
+    inflight: int = 1
+    batch_size: int = 0
+    part_samples: int = 0
+    heartbeat_s: float = 0.0
+    signs_s: float = 0.0
+
+    @classmethod
+    def of(cls, strategy: ServerStrategy, **more: Any) -> Rhythm:
+        """That of a strategy's workers."""
+        return cls(
+            push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight, **more
+        )
+
+
+@dataclass(frozen=True)
+class Duties:
+    """What falls to a worker besides its batches.
+
+    Args:
+        writer: of this worker's part of a checkpoint.
+        deliver: saves (and measures, without `measures`) the final model, if that falls to this worker, and returns
+            what there is to report; None where nobody is to.
+        validations: when the worker validates, if that falls to it, and whether that ends the run; every epoch by
+            default.
+        measures: the worker's validation set, which all workers measure together; None: `replica.validate`, by itself.
+    """
+
+    writer: CheckpointWriter | None = None
+    deliver: Deliver | None = None
+    validations: ValidationCadence | None = None
+    measures: Measures | None = None
 
 
 class Worker:
@@ -59,21 +118,6 @@ class Worker:
         rank: its own rank; roles: everybody's.
         replica: model and data.
         report: where progress goes when this rank logs.
-        leased: batches come from the dealer; otherwise from whoever answers `Compute`, until it answers None.
-        wants_final: fetch the final model at the end, as the validator must.
-        push_every, pull_every, inflight: as in `ServerStrategy`; a lease is one push whatever `push_every` says.
-        batch_size: the usual one, where batches differ in size on purpose: virtual time charges by it.
-        part_samples: samples that are computed at once, where a batch is computed in several parts; 0: all.
-        writer: of this worker's part of a checkpoint.
-        deliver: saves (and measures, without `measures`) the final model, if that falls to this worker, and returns
-            what there is to report; None where nobody is to.
-        measures: the worker's validation set, which all workers measure together; None: `replica.validate`, by itself.
-        heartbeat_s, signs_s: as in `ServerProbe`.
-        validations: when the worker validates, if that falls to it, and whether that ends the run; every epoch by
-            default.
-        tables: the replica, where the model has tables.
-        reduction: makes what the worker brings to the all-reduce after a push, or (False) after one that is not finite,
-            where workers exchange a part of the model among themselves.
     """
 
     def __init__(
@@ -82,38 +126,24 @@ class Worker:
         roles: Roles,
         replica: Replica,
         report: Report,
-        leased: bool = True,
-        wants_final: bool = False,
-        push_every: int = 1,
-        pull_every: int = 1,
-        inflight: int = 1,
-        batch_size: int = 0,
-        part_samples: int = 0,
-        writer: CheckpointWriter | None = None,
-        deliver: Deliver | None = None,
-        heartbeat_s: float = 0.0,
-        signs_s: float = 0.0,
-        validations: ValidationCadence | None = None,
-        measures: Measures | None = None,
-        tables: TabledReplica | None = None,
-        reduction: Callable[[bool], Reduction] | None = None,
+        rhythm: Rhythm = Rhythm(),
+        duties: Duties = Duties(),
     ):
-        self.probe = ServerProbe(rank, roles.servers, heartbeat_s, signs_s)
+        self.probe = ServerProbe(rank, roles.servers, rhythm.heartbeat_s, rhythm.signs_s)
         self.rank, self.roles, self.replica, self.report = rank, roles, replica, report
-        self.leased, self.wants_final = leased, wants_final
-        self.validates, self.validations = rank == roles.validator, validations or ValidationCadence()
-        self.push_every, self.pull_every, self.inflight = push_every, pull_every, inflight
-        self.batch_size, self.part_samples = batch_size, part_samples
-        self.writer, self.deliver, self.reduction = writer, deliver, reduction
+        self.rhythm, self.wants_final = rhythm, rhythm.wants_final
+        self.validates, self.validations = rank == roles.validator, duties.validations or ValidationCadence()
+        self.writer, self.deliver = duties.writer, duties.deliver
+        self.reducing = replica if isinstance(replica, ReducingReplica) else None
         self.division: DividedValidation | None = None
         self._receive: Any = self.probe.receive
         self.row_pulls: RowPulls | None = None
-        if tables is not None:
-            self.row_pulls = RowPulls(roles.servers, self.probe.receive, lambda: self.step, tables)
+        if isinstance(replica, TabledReplica):
+            self.row_pulls = RowPulls(roles.servers, self.probe.receive, lambda: self.step, replica)
             self._receive = self.row_pulls.receive
-        if measures is not None:
+        if duties.measures is not None:
             self.division = DividedValidation(
-                roles, measures, self._receive, self.report_away, lambda: self.step, self.row_pulls
+                roles, duties.measures, self._receive, self.report_away, lambda: self.step, self.row_pulls
             )
             self._receive = self.division.receive
         self.next_checkpoint: CheckpointRequest | None = None  # that the dealing server has named
@@ -136,15 +166,15 @@ class Worker:
         self._joined = True
         epoch = self.batches[0][0].epoch if self.batches else 0
         self._requested = self._requested or (self.validates and self.validations.over)  # at the start before
-        while not self.stopped and (self.batches or not self.leased):
-            lease, last = self._next_batch() if self.leased else (None, None)
+        while not self.stopped and (self.batches or not self.rhythm.leased):
+            lease, last = self._next_batch() if self.rhythm.leased else (None, None)
             if lease:
                 if self.validations.is_due(lease.epoch, self.progress):
                     yield from self._validate(epoch)
                 epoch = max(epoch, lease.epoch)
             if not (yield from self._one_batch(lease, last, epoch)):
                 break
-            if not self.batches and self.leased:
+            if not self.batches and self.rhythm.leased:
                 yield from self._await_answer()  # it may bring more to do
                 yield from self._idle()
         yield from self.settle()
@@ -212,13 +242,15 @@ class Worker:
             yield from self.collect()
 
     def _one_batch(self, lease: Lease | None, last: Lease | None, epoch: int) -> Generator[Effect, Any, bool]:
-        started_s, count = (yield Now()), num_parts(lease, self.part_samples)
+        started_s, count = (yield Now()), num_parts(lease, self.rhythm.part_samples)
         if self.row_pulls is not None:
             yield from self.row_pulls.of_batch(lease, self.num_batches)
         gradient = yield Compute(
             lambda: self.replica.gradient(lease, self.num_batches),
-            interruptible=self.inflight == 1 and self.reduction is None,
-            size=lease.num_samples / self.batch_size / count if lease and self.batch_size else 1.0,
+            interruptible=self.rhythm.inflight == 1 and self.reducing is None,
+            size=lease.num_samples / self.rhythm.batch_size / count
+            if lease and self.rhythm.batch_size
+            else 1.0,
             num_batches=count,
             step=self.num_batches,
         )
@@ -244,9 +276,9 @@ class Worker:
         self._unpushed.append(gradient)
         self.num_batches, self._since_pull = self.num_batches + 1, self._since_pull + 1
         self.samples += gradient.samples
-        if last or (not self.leased and len(self._unpushed) == self.push_every):
+        if last or (not self.rhythm.leased and len(self._unpushed) == self.rhythm.push_every):
             yield from self._push(last)
-        elif self._since_pull >= self.pull_every != self.push_every:
+        elif self._since_pull >= self.rhythm.pull_every != self.rhythm.push_every:
             self._since_pull = 0
             yield from self._broadcast(Pull(self.step))
             yield from self.collect()
@@ -260,9 +292,12 @@ class Worker:
         answer still in use brought: an answer that is waited for first belongs to the batches after this one. It goes
         out when every shard has answered all pushes before it, which so are confirmed."""
         if self.row_pulls is not None:
-            ahead = [lease for lease, _ in itertools.islice(self.batches, self.inflight - 1, self.inflight)]
+            ahead = [
+                lease
+                for lease, _ in itertools.islice(self.batches, self.rhythm.inflight - 1, self.rhythm.inflight)
+            ]
             self.row_pulls.replica.look_ahead(
-                ahead[0] if ahead else None, self.num_batches + self.inflight - 1
+                ahead[0] if ahead else None, self.num_batches + self.rhythm.inflight - 1
             )
         versions, payloads = tuple(self.versions), self.replica.take()
         if self._num_awaited:
@@ -276,7 +311,7 @@ class Worker:
         # the last lease of an epoch may be short: where pulls go with pushes, they do then too
         ends = self.next_checkpoint is not None and self.next_checkpoint.final
         asks = not ends and (self._requested or (self.writer is not None and self.writer.asked()))
-        pull = self._since_pull >= self.pull_every or self.pull_every == self.push_every
+        pull = self._since_pull >= self.rhythm.pull_every or self.rhythm.pull_every == self.rhythm.push_every
         is_finite = all(gradient.finite for gradient in self._unpushed)
         for shard, server in enumerate(self.roles.servers):
             message = Push(
@@ -294,13 +329,13 @@ class Worker:
                 options=self._unpushed[-1].options,
             )
             yield Send(server, message)
-        if self.reduction is not None:
-            self._reduction = self.reduction(is_finite)
+        if self.reducing is not None:
+            self._reduction = self.reducing.reduction(is_finite)
             yield Begin(self._reduction)
         self._unpushed.clear()
         self._since_pull = 0 if pull else self._since_pull
         self.step, self._num_awaited = self.step + 1, self._num_awaited + 1
-        if self._num_awaited >= self.inflight:
+        if self._num_awaited >= self.rhythm.inflight:
             yield from self._await_answer()
 
     def settle(self) -> Generator[Effect, Any, None]:

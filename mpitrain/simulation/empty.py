@@ -161,6 +161,18 @@ class EmptyReplica(_Steps):
         """Nothing to keep."""
 
 
+class EmptyReducingReplica(EmptyReplica):
+    """The same, where workers all-reduce so many bytes after a push."""
+
+    def __init__(self, pushes: list[Bytes], reduced_bytes: float):
+        super().__init__(pushes)
+        self.reduced_bytes = reduced_bytes
+
+    def reduction(self, is_finite: bool) -> EmptyReduction:
+        """Bytes alone."""
+        return EmptyReduction(self.reduced_bytes)
+
+
 class EmptyPeer(_Steps):
     """A peer's model of no numbers; `message`: what it sends of a step; `model`: at a meeting."""
 

@@ -25,7 +25,7 @@ from mpitrain.model.tabled_shard import TabledStore
 from mpitrain.model.trained_buffers import trained_buffers
 from mpitrain.options import settings_of
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import Server
+from mpitrain.roles import Duties, Server
 from mpitrain.roles.aggregator import summary
 from mpitrain.roles.bundles import bundled
 from mpitrain.roles.replay import load_order, load_run, repeat
@@ -243,12 +243,9 @@ class _Simulation(VirtualRun):
         writer: VirtualWriter | None,
     ) -> Role:  # fmt: skip
         index = self.roles.workers.index(rank)
-        worker = builder.worker(
-            rank, replica, NullReport(), lambda: self._deliver(replica), signs=self.silence,
-            validations=self.cadence(index),
-            measures=measured_by_workers(replica, measure, self.number) if measure else None,
-        )  # fmt: skip
-        worker.writer = writer
+        measures = measured_by_workers(replica, measure, self.number) if measure else None
+        duties = Duties(writer, lambda: self._deliver(replica), self.cadence(index), measures)
+        worker = builder.worker(rank, replica, NullReport(), duties, signs=self.silence)
         return self._bundled(rank, self.stragglers[index].wrap(worker.run()))
 
     def _result(self, returned: dict[int, Any], delivered: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from mpitrain.effects import Compute, Role
 from mpitrain.errors import UsageError
 from mpitrain.inject import SILENT, Straggler, check_workers
 from mpitrain.inject.values import Injection
-from mpitrain.roles import FaultTolerantServer, Worker
+from mpitrain.roles import Duties, FaultTolerantServer, Rhythm, Worker
 from mpitrain.roles.aggregator import Aggregator, summary
 from mpitrain.roles.bundles import bundled
 from mpitrain.roles.failure_detector.silence import SIGNS_S
@@ -37,7 +37,7 @@ from mpitrain.simulation.empty import (
     Bytes,
     EmptyLocalReplica,
     EmptyPeer,
-    EmptyReduction,
+    EmptyReducingReplica,
     EmptyReplica,
     EmptyStore,
     EmptySums,
@@ -180,8 +180,7 @@ class _Timing:
             sums = EmptySums() if strategy.sums_on_nodes else None
             roles[rank] = Aggregator(rank, ranks.servers, ranks.behind(rank), sums).run()
         for index, rank in enumerate(ranks.workers):
-            worker = self._worker(strategy, ranks, rank, pushes)
-            worker.writer = writers.get(rank)
+            worker = self._worker(strategy, ranks, rank, pushes, writers.get(rank))
             role = self._straggling(index, worker.run())
             roles[rank] = bundled(role, rank, ranks.routes(rank), serves=False)
         together = self._all_reduces(ranks.workers, len(roles)) if strategy.reduces else None
@@ -227,18 +226,25 @@ class _Timing:
             floor_s=None if self.silence else math.inf,
         )  # fmt: skip
 
-    def _worker(self, strategy: ServerStrategy, ranks: Roles, rank: int, pushes: list[Bytes]) -> Worker:
+    def _worker(
+        self,
+        strategy: ServerStrategy,
+        ranks: Roles,
+        rank: int,
+        pushes: list[Bytes],
+        writer: VirtualWriter | None,
+    ) -> Worker:
         load = self.workload
-        return Worker(
-            rank, ranks, EmptyReplica(pushes), Quiet(),
-            wants_final=rank == ranks.validator,
-            push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
+        rhythm = Rhythm.of(
+            strategy, wants_final=rank == ranks.validator,
             batch_size=0 if strategy.batching == PerWorker() else load.step_samples,
             part_samples=strategy.samples_at_once(load.part_samples, self.number),
-            deliver=lambda: {"metrics": {}},
             signs_s=SIGNS_S if strategy.blocks_apart and self.silence else 0.0,
-            reduction=(lambda is_finite: EmptyReduction(load.reduced_bytes)) if strategy.reduces else None,
         )  # fmt: skip
+        replica = (
+            EmptyReducingReplica(pushes, load.reduced_bytes) if strategy.reduces else EmptyReplica(pushes)
+        )
+        return Worker(rank, ranks, replica, Quiet(), rhythm, Duties(writer, lambda: {"metrics": {}}))
 
     def among_peers(self, strategy: Decentralized) -> dict[str, Any]:
         """Peers without a server."""

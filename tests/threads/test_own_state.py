@@ -104,7 +104,10 @@ def test_elastic_workers_without_parameters_of_their_own_begin_at_the_centre(tmp
         centre = payload.body.clone()
         load(self, shard, payload)
         loaded.append(
-            (self.worker, torch.equal(self.model.current()[shard].body, centre.to(self.model.layout.dtype)))
+            (
+                self.own_gradients.worker,
+                torch.equal(self.model.current()[shard].body, centre.to(self.model.layout.dtype)),
+            )
         )
 
     monkeypatch.setattr(Replica, "load", watched)

@@ -14,7 +14,7 @@ from mpitrain.errors import UsageError
 from mpitrain.inject import Kill, Straggler
 from mpitrain.messages import Lease
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import SaveRequest, SavingServer, Worker
+from mpitrain.roles import Rhythm, SaveRequest, SavingServer, Worker
 from mpitrain.strategies import Elastic
 from mpitrain.strategies.placement import assign
 from mpitrain.virtual import Constant, Ideal, VirtualWorld
@@ -71,10 +71,7 @@ def run(strategy, steps, orders, network=Ideal(), faults=(), seed=0):  # noqa: B
     for shard in roles.servers:
         processes[shard] = server(shard)
     for index, rank in enumerate(roles.workers):
-        worker = Worker(
-            rank, roles, Loop(strategy, 12), NullReport(), leased=False, push_every=strategy.push_every,
-            pull_every=strategy.pulls, inflight=strategy.inflight,
-        )  # fmt: skip
+        worker = Worker(rank, roles, Loop(strategy, 12), NullReport(), Rhythm.of(strategy, leased=False))
         asks = asking(worker.run(), steps[index], orders[index])
         processes[rank] = Straggler(faults, index, seed).wrap(asks)
     return roles, world.run(processes), written

@@ -78,7 +78,7 @@ def units(monkeypatch):
 
         monkeypatch.setattr(cls, name, noted)
 
-    watch(MeasuredByWorkers, "unit", lambda one: one.replica.worker)
+    watch(MeasuredByWorkers, "unit", lambda one: one.replica.own_gradients.worker)
     watch(MeasuredByPeers, "share", lambda one: one.replica.rank)
     watch(Measure, "share", lambda one: id(one.module))
     return seen

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mpitrain.effects import Break, Send, Sleep
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import ClippingServer, FaultTolerantServer, Worker
+from mpitrain.roles import ClippingServer, Duties, FaultTolerantServer, Rhythm, Worker
 from mpitrain.strategies import Backup, BySpeed, Elastic, Sync
 from mpitrain.strategies.placement import assign
 from mpitrain.strategies.sampling.dealer import BatchDealer
@@ -185,8 +185,8 @@ def run(
     for index, rank in enumerate(roles.workers):
         replica = NumberReplica(strategy, 0.25, by_batch, frozenset())
         worker = Worker(
-            rank, roles, replica, NullReport(), wants_final=rank == roles.validator, push_every=strategy.push_every,
-            pull_every=strategy.pulls, inflight=strategy.inflight, deliver=functools.partial(dict, by=index),
+            rank, roles, replica, NullReport(), Rhythm.of(strategy, wants_final=rank == roles.validator),
+            Duties(deliver=functools.partial(dict, by=index)),
         )  # fmt: skip
         processes[rank] = asleep(killed(worker.run(), dict(kills).get(index, -1)), dict(naps).get(index, -1))
     return Ended(servers, stores, world.run(processes), disk)

@@ -15,7 +15,7 @@ from mpitrain.model.recipe import GradientRule
 from mpitrain.model.reply_codec import ReplyReader
 from mpitrain.model.worker_replica import Between
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import FaultTolerantServer, Worker
+from mpitrain.roles import FaultTolerantServer, Rhythm, Worker
 from mpitrain.strategies.placement import assign
 from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.training.measure import build
@@ -103,7 +103,7 @@ class Parts:
             for rank in roles.workers
         ]  # fmt: skip
         workers = [
-            Worker(rank, roles, replica, NullReport(), inflight=strategy.inflight)
+            Worker(rank, roles, replica, NullReport(), Rhythm(inflight=strategy.inflight))
             for rank, replica in zip(roles.workers, self.replicas, strict=True)
         ]
         world = VirtualWorld(ShiftedExponential(1.0, 1.0), Ideal(), 0)

@@ -8,7 +8,7 @@ from mpitrain.effects import Compute, Send
 from mpitrain.model import FlatModel, Replica, ShardStore
 from mpitrain.model.recipe import GradientRule
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import Server, Worker
+from mpitrain.roles import Rhythm, Server, Worker
 from mpitrain.strategies import Async
 from mpitrain.strategies.placement import assign
 from mpitrain.strategies.sampling.dealer import BatchDealer
@@ -44,7 +44,7 @@ class Run:
             for shard in (0, 1)
         ]
         self.replica = Replica(model, GradientRule(job.loss), toy.leases(reader), 2, shared=True)
-        self.worker = Worker(2, ROLES, self.replica, NullReport(), wants_final=True)
+        self.worker = Worker(2, ROLES, self.replica, NullReport(), Rhythm(wants_final=True))
 
     def go(self, num_gradients=10**9):
         world = VirtualWorld(Constant(), Ideal())

@@ -13,7 +13,7 @@ from mpitrain.model import Replica, flat_model, local_steps, server_steps, shard
 from mpitrain.model.recipe import GradientRule
 from mpitrain.model.worker_replica import Between
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import FaultTolerantServer, Worker
+from mpitrain.roles import Duties, FaultTolerantServer, Rhythm, Worker
 from mpitrain.strategies.placement import assign
 from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.training.measure import build
@@ -125,8 +125,8 @@ def served(job, strategy, parts=None):
         return {}
 
     worker = Worker(
-        rank, roles, replica, NullReport(), wants_final=True, push_every=strategy.push_every, pull_every=strategy.pulls,
-        inflight=strategy.inflight, writer=Kept(disk, "worker-0", replica.state), deliver=deliver,
+        rank, roles, replica, NullReport(), Rhythm.of(strategy, wants_final=True),
+        Duties(Kept(disk, "worker-0", replica.state), deliver),
     )  # fmt: skip
     if parts:
         worker.restore(parts["worker-0"]["role"])

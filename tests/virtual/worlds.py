@@ -18,7 +18,7 @@ from mpitrain.effects import Compute, Recv, Send
 from mpitrain.inject import Injection, Pause, Slow, Straggler
 from mpitrain.messages import Alive, Answer, Away, Done, Idle, Join, Lease, Lost, Message, Pull, Push
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import FaultTolerantServer, Server, Worker
+from mpitrain.roles import Duties, FaultTolerantServer, Rhythm, Server, Worker
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.strategies import Elastic
 from mpitrain.strategies.base import ServerStrategy
@@ -380,10 +380,12 @@ def play(
     for index, rank in enumerate(roles.workers):
         replica = NumberReplica(strategy, rate, slope, poisoned)
         worker = Worker(
-            rank, roles, replica, NullReport(), wants_final=rank == roles.validator,
-            push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
-            deliver=functools.partial(told_by, rank, replica) if delivers else None, heartbeat_s=heartbeat_s or 0.0,
-            signs_s=SIGNS_S if strategy.blocks_apart and least_silence_s < float("inf") else 0.0,
+            rank, roles, replica, NullReport(),
+            Rhythm.of(
+                strategy, wants_final=rank == roles.validator, heartbeat_s=heartbeat_s or 0.0,
+                signs_s=SIGNS_S if strategy.blocks_apart and least_silence_s < float("inf") else 0.0,
+            ),
+            Duties(deliver=functools.partial(told_by, rank, replica) if delivers else None),
         )  # fmt: skip
         processes[rank] = Straggler(injected, index, seed).wrap(worker.run())
     returned = world.run({rank: around(rank, role) for rank, role in processes.items()})

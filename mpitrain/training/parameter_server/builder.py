@@ -35,16 +35,22 @@ from mpitrain.model.recipe import brought_by_loop
 from mpitrain.model.reduced_parameters import ReducedParameters
 from mpitrain.model.tabled_replica import TabledReplica
 from mpitrain.model.worker_replica import Between
-from mpitrain.roles import ClippingServer, FaultTolerantServer, SaveRequest, SavingServer, Worker
+from mpitrain.roles import (
+    ClippingServer,
+    Duties,
+    FaultTolerantServer,
+    Rhythm,
+    SaveRequest,
+    SavingServer,
+    Worker,
+)
 from mpitrain.roles.aggregator import Aggregator
-from mpitrain.roles.divided_validation import Measures
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.protocols import CheckpointWriter, Report
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.placement import Roles
 from mpitrain.strategies.sampling.dealer import BatchDealer
-from mpitrain.strategies.validation_policy import ValidationCadence
 from mpitrain.training.measure import read_nothing_ahead
 from mpitrain.training.recipe import recipe_of
 
@@ -165,40 +171,28 @@ class RoleBuilder:
         rank: int,
         replica: Replica,
         report: Report,
-        deliver: Callable[[], dict[str, Any]] | None = None,
+        duties: Duties = Duties(),  # noqa: B008 - frozen
         heartbeat_s: float = 0.0,
         signs: bool = True,
-        validations: ValidationCadence | None = None,
-        measures: Measures | None = None,
     ) -> Worker:
         """The worker on `rank`.
 
         Args:
-            deliver, heartbeat_s, validations, measures: as in `Worker`.
+            heartbeat_s: as in `Rhythm`.
             signs: whether workers that wait say so, where the strategy asks for that; nobody listens for it where
                 nobody can fall silent.
         """
         strategy, job = self.strategy, self.job
-        return Worker(
-            rank,
-            self.roles,
-            replica,
-            report,
+        rhythm = Rhythm.of(
+            strategy,
             leased=job is not None,
             wants_final=job is not None and rank == self.roles.validator,
-            push_every=strategy.push_every,
-            pull_every=strategy.pulls,
-            inflight=strategy.inflight,
             batch_size=0 if job is None or strategy.batching == PerWorker() else job.step_samples,
             part_samples=self.recipe.gradient.part_samples,
-            deliver=deliver,
             heartbeat_s=heartbeat_s,
             signs_s=SIGNS_S if strategy.blocks_apart and signs else 0.0,
-            validations=validations,
-            measures=measures,
-            tables=replica if isinstance(replica, TabledReplica) else None,
-            reduction=replica.reduction if isinstance(replica, HybridReplica) else None,
         )
+        return Worker(rank, self.roles, replica, report, rhythm, duties)
 
     def aggregator(self, rank: int, asked: Callable[[], bool] = lambda: False) -> Aggregator:
         """The aggregator on `rank`; `asked`: as in `Aggregator`."""

@@ -25,7 +25,7 @@ from mpitrain.model.node_sums import ByteBuffers
 from mpitrain.model.step_hooks import StepHooks
 from mpitrain.model.tabled_shard import TabledStore
 from mpitrain.model.trained_buffers import trained_buffers
-from mpitrain.roles import Server, Worker
+from mpitrain.roles import Duties, Server, Worker
 from mpitrain.roles.replay import record, recording
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
 from mpitrain.roles.server.resharding import num_row_pieces, processed_by, reshard_role
@@ -283,19 +283,12 @@ def _work(
         measure = make_measure(job, model.module, session.validation, device, runtime.stamp, validations)
         index = session.roles.workers.index(runtime.rank)
         replica = builder.replica(runtime.rank, optimizer, local, reader)
-        worker = builder.worker(
-            runtime.rank,
-            replica,
-            session.report,
-            lambda: save_final(session, replica),
-            heartbeat_s(session),
-            validations=validations,
-            measures=measured_by_workers(replica, measure, builder.num_workers) if measure else None,
-        )
         writer = make_checkpoint_writer(
             session, f"worker-{index}", about_this_run, lambda: {"replica": replica.state()}
         )
-        worker.writer = writer
+        measures = measured_by_workers(replica, measure, builder.num_workers) if measure else None
+        duties = Duties(writer, lambda: save_final(session, replica), validations, measures)
+        worker = builder.worker(runtime.rank, replica, session.report, duties, heartbeat_s(session))
         attempt_restore(session, worker, replica, index)
         watched = session.overrides.watchdog_s > 0
         emergency, role = worker_writer(writer, worker, model.module, watched)
