@@ -12,6 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from mpitrain.system.run_directory import MAX_RECORD_BYTES, Identity
 MAX_FAILURES = 3
 
 
-class CheckpointWriter:
-    """One rank's part of every checkpoint.
+@dataclass(frozen=True)
+class PartPlan:
+    """What one rank writes of every checkpoint, and when.
 
     Args:
         run_dir: of the run; part: this rank's part, such as "shard-0"; identity: of the run and this start of it.
@@ -40,27 +42,25 @@ class CheckpointWriter:
         faults: what `--inject` orders of this part's writes: ("disk_full" or "corrupt_file", number of the write).
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        part: str,
-        identity: Identity,
-        policy: CheckpointPolicy,
-        keep: int = 2,
-        about: Any = None,
-        asked: Callable[[], bool] = lambda: False,
-        warn: Callable[[str], None] = lambda text: None,
-        more: Callable[[], dict[str, Any]] = dict,
-        writers: tuple[int, ...] = (),
-        faults: frozenset[tuple[str, int]] = frozenset(),
-        on_written: Callable[[Path, tuple[str, ...]], None] = lambda folder, parts: None,
-    ):
-        self.run_dir, self.part, self.policy, self.keep = run_dir, part, policy, keep
-        self.writes_last = not policy.is_never
-        self.identity = identity
-        self.about, self.asked, self._warn, self._more = about, asked, warn, more
-        self.writers, self._faults, self._num_begun = writers, faults, 0
-        self._on_written = on_written
+    run_dir: Path
+    part: str
+    identity: Identity
+    policy: CheckpointPolicy
+    keep: int = 2
+    about: Any = None
+    asked: Callable[[], bool] = lambda: False
+    warn: Callable[[str], None] = lambda text: None
+    more: Callable[[], dict[str, Any]] = dict
+    writers: tuple[int, ...] = ()
+    faults: frozenset[tuple[str, int]] = frozenset()
+    on_written: Callable[[Path, tuple[str, ...]], None] = lambda folder, parts: None
+
+
+class CheckpointWriter:
+    """One rank's part of every checkpoint."""
+
+    def __init__(self, plan: PartPlan):
+        self.plan, self._num_begun = plan, 0
         self.num_written = self.num_failed = self.num_bytes = 0
         self.copy_s = self.write_s = self.wait_s = 0.0
         self._failures = 0
@@ -70,16 +70,30 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._num_tried = 0
 
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """Worker ranks that write a part of their own."""
+        return self.plan.writers
+
+    @property
+    def writes_last(self) -> bool:
+        """Whether the end of a run is written, too."""
+        return not self.plan.policy.is_never
+
+    def asked(self) -> bool:
+        """Whether this process has been asked to end."""
+        return self.plan.asked()
+
     def next_checkpoint_at(self, samples: int) -> int:
         """Accepted samples at which to write next, 0 while nothing is due; the dealing server asks."""
-        if self.policy.samples:
-            return self.policy.next_checkpoint_at(samples)
+        if self.plan.policy.samples:
+            return self.plan.policy.next_checkpoint_at(samples)
         return samples + 1 if self.time_is_up() else 0
 
     def time_is_up(self) -> bool:
         """Whether the policy counts time, and so much has passed since the last checkpoint."""
         busy = self._thread is not None and self._thread.is_alive()
-        return not busy and time.monotonic() - self._last_s >= self.policy.interval_s(self._cost_s)
+        return not busy and time.monotonic() - self._last_s >= self.plan.policy.interval_s(self._cost_s)
 
     def try_out(self, role_state: Callable[[], dict[str, Any]]) -> None:
         """Before the first step, and at the first call after an update: look whether a checkpoint can hold the state.
@@ -94,16 +108,16 @@ class CheckpointWriter:
         from mpitrain.checkpoint.state_tree import structure_of
 
         try:
-            structure = structure_of({"role": role_state(), **self._more()})
-            num_bytes = len(json.dumps([structure, self.about]))
+            structure = structure_of({"role": role_state(), **self.plan.more()})
+            num_bytes = len(json.dumps([structure, self.plan.about]))
         except TypeError as error:
             raise UsageError(
-                f"{self.part}: {error}, so no checkpoint of this run could be written: keep it out of the state, or as "
-                "numbers, texts, lists, dicts and tensors"
+                f"{self.plan.part}: {error}, so no checkpoint of this run could be written: keep it out of the "
+                "state, or as numbers, texts, lists, dicts and tensors"
             ) from error
         if num_bytes > MAX_RECORD_BYTES:
             raise UsageError(
-                f"{self.part}: beside its tensors the state has {num_bytes} bytes of numbers and texts, and a "
+                f"{self.plan.part}: beside its tensors the state has {num_bytes} bytes of numbers and texts, and a "
                 f"checkpoint holds {MAX_RECORD_BYTES}: make them tensors"
             )
 
@@ -112,7 +126,7 @@ class CheckpointWriter:
         began_s = time.monotonic()
         self.wait()
         waited_s = time.monotonic()
-        state = {"role": role_state, **self._more()}
+        state = {"role": role_state, **self.plan.more()}
         self.wait_s += waited_s - began_s
         self.copy_s += time.monotonic() - waited_s
         self._last_s = time.monotonic()
@@ -127,26 +141,29 @@ class CheckpointWriter:
         under_way = self._thread
         if under_way is not None:
             under_way.join()
-        write_part(folder_of(self.run_dir, checkpoint_at), self.part, state, self.identity, parts, self.about)
+        plan, folder = self.plan, folder_of(self.plan.run_dir, checkpoint_at)
+        write_part(folder, plan.part, state, plan.identity, parts, plan.about)
 
     def _write(self, checkpoint_at: int, state: dict[str, Any], parts: tuple[str, ...]) -> None:
         began_s = time.monotonic()
-        number, folder = self._num_begun, folder_of(self.run_dir, checkpoint_at)
+        number, folder = self._num_begun, folder_of(self.plan.run_dir, checkpoint_at)
         self._num_begun += 1
-        full = ("disk_full", number) in self._faults
+        full = ("disk_full", number) in self.plan.faults
         try:
-            self.num_bytes += write_part(folder, self.part, state, self.identity, parts, self.about, full)
-            if ("corrupt_file", number) in self._faults:
-                corrupt_part(folder, self.part)
+            self.num_bytes += write_part(
+                folder, self.plan.part, state, self.plan.identity, parts, self.plan.about, full
+            )
+            if ("corrupt_file", number) in self.plan.faults:
+                corrupt_part(folder, self.plan.part)
             if parts:  # the first part knows what is complete
-                self._on_written(folder, parts)
-                prune(self.run_dir, self.keep, checkpoint_at, self.identity)
+                self.plan.on_written(folder, parts)
+                prune(self.plan.run_dir, self.plan.keep, checkpoint_at, self.plan.identity)
             self.num_written += 1
             self._failures, self.unwritten = 0, ""
         except Exception as error:  # a state, a file system or a reader of checkpoints can raise anything
             self.num_failed, self._failures = self.num_failed + 1, self._failures + 1
-            self.unwritten = _reason(folder / self.part, error)
-            self._warn(self.unwritten)
+            self.unwritten = _reason(folder / self.plan.part, error)
+            self.plan.warn(self.unwritten)
         took_s = time.monotonic() - began_s
         self.write_s += took_s
         self._cost_s = took_s
@@ -163,8 +180,8 @@ class CheckpointWriter:
             self._thread = None
         if self._failures >= MAX_FAILURES:
             raise CheckpointError(
-                f"{self._failures} checkpoints in a row could not be written to {self.run_dir} ({self.unwritten}); "
-                "free space or choose another --run-dir, then --resume auto"
+                f"{self._failures} checkpoints in a row could not be written to {self.plan.run_dir} "
+                f"({self.unwritten}); free space or choose another --run-dir, then --resume auto"
             )
 
     def summary(self) -> dict[str, Any]:

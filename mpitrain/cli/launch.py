@@ -252,13 +252,13 @@ class _Launch:
 
     def _command(self, folder: Path | None) -> tuple[list[str], dict[str, str]]:
         """The command line and what it needs in its environment."""
-        from mpitrain.launch.command import launch_command
+        from mpitrain.launch.command import Asked, launch_command
         from mpitrain.system import rank_status
 
         extra = {"MPITRAIN_RUN_DIR": str(self.run_dir)} if self.run_dir else {}
         extra |= {rank_status.VARIABLE: str(folder)} if folder else {}
         terminal = {} if self.arguments.dry_run else _terminal()
-        command, env = launch_command(
+        ask = Asked(
             self.launcher,
             self.num_ranks,
             self.program,
@@ -269,6 +269,7 @@ class _Launch:
             interface=self.arguments.interface,
             environ={**os.environ, **extra, **terminal},
         )
+        command, env = launch_command(ask)
         return command, env | extra | terminal
 
 

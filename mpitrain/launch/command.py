@@ -59,16 +59,27 @@ _KEEPALIVE = {
 
 
 @dataclass(frozen=True)
-class _Ask:
-    """Everything a command line depends on."""
+class Asked:
+    """Everything a command line depends on.
+
+    Args:
+        program: what each rank runs.
+        num_cores: cores this process may use; speaks for the ranks only where they run on this host.
+        environ: the present environment; what it already sets is left alone.
+        fault_tolerance: `"none"`, `"ulfm"` or `"heartbeat"`.
+        host_args: the user's own arguments to the launcher; they come after ours.
+        interface: the network that ranks listen and talk on; empty: shared memory on one node, else MPI's choice.
+    """
 
     launcher: Launcher
     num_ranks: int
+    program: Sequence[str]
     num_cores: int
-    is_root: bool
-    fault_tolerance: str
-    host_args: tuple[str, ...]
     environ: Mapping[str, str]
+    is_root: bool = False
+    fault_tolerance: str = "none"
+    host_args: Sequence[str] = ()
+    interface: str = ""
 
     @property
     def local(self) -> bool:
@@ -98,32 +109,14 @@ def left_to_launcher(launcher: Launcher, host_args: Sequence[str], environ: Mapp
     return f"inside a job of {system}: {launcher.path} takes the job's hosts{where}"
 
 
-def launch_command(
-    launcher: Launcher,
-    num_ranks: int,
-    program: Sequence[str],
-    *,
-    num_cores: int,
-    is_root: bool = False,
-    fault_tolerance: str = "none",
-    host_args: Sequence[str] = (),
-    interface: str = "",
-    environ: Mapping[str, str],
-) -> tuple[list[str], dict[str, str]]:
+def launch_command(ask: Asked) -> tuple[list[str], dict[str, str]]:
     """The command line and what to add to the environment.
-
-    Args:
-        program: what each rank runs.
-        num_cores: cores this process may use; speaks for the ranks only where they run on this host.
-        fault_tolerance: `"none"`, `"ulfm"` or `"heartbeat"`.
-        host_args: the user's own arguments to the launcher; they come after ours.
-        interface: the network that ranks listen and talk on; empty: shared memory on one node, else MPI's choice.
-        environ: the present environment; what it already sets is left alone.
 
     Raises:
         UsageError: `ulfm` asked of a launcher other than Open MPI's mpirun, `heartbeat` of other than srun and MPICH.
     """
-    ask = _Ask(launcher, num_ranks, num_cores, is_root, fault_tolerance, tuple(host_args), environ)
+    launcher, interface, host_args, environ = ask.launcher, ask.interface, ask.host_args, ask.environ
+    num_ranks, fault_tolerance, program = str(ask.num_ranks), ask.fault_tolerance, ask.program
     _check_level(launcher, fault_tolerance)
     env = over(interface) if interface else {}
     env |= _threads(ask) | ({"MPITRAIN_FT": fault_tolerance} if fault_tolerance != "none" else {})
@@ -134,7 +127,7 @@ def launch_command(
         if ask.local and _BTL not in environ:
             named = interface or any(word.startswith(("btl", "pml", "mtl")) for word in host_args)
             env[_BTL] = "^ofi,tcp" if _BTL in closed(environ) and not named else "^ofi"
-        if is_root:
+        if ask.is_root:
             env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     elif launcher.flavour == "srun":
         options = _srun_options(ask)
@@ -142,15 +135,15 @@ def launch_command(
     elif launcher.flavour == "flux":
         # By itself Flux gives each rank its own GPUs, which hides the neighbours' and breaks CUDA IPC.
         options = ["-o", "gpu-affinity=off"]
-        return [launcher.path, "run", "-n", str(num_ranks), *options, *host_args, *program], env
+        return [launcher.path, "run", "-n", num_ranks, *options, *host_args, *program], env
     elif launcher.flavour == "pals":
-        options = ["--ppn", str(-(-num_ranks // max(1, launched_nodes(environ) or 1)))]
+        options = ["--ppn", str(-(-ask.num_ranks // max(1, launched_nodes(environ) or 1)))]
     else:
         # Hydra oversubscribes by itself, binds nobody and hands on the whole environment
         options = ["-iface", interface] if interface else []
         if ask.local and not interface:
             env |= {name: value for name, value in closed(environ).items() if name != _BTL}
-    return [launcher.path, "-n", str(num_ranks), *options, *host_args, *program], env
+    return [launcher.path, "-n", num_ranks, *options, *host_args, *program], env
 
 
 def own_program(words: Sequence[str]) -> list[str]:
@@ -189,7 +182,7 @@ def _check_level(launcher: Launcher, fault_tolerance: str) -> None:
         )
 
 
-def _openmpi_options(ask: _Ask, env: Mapping[str, str]) -> list[str]:
+def _openmpi_options(ask: Asked, env: Mapping[str, str]) -> list[str]:
     options = []
     if ask.local:
         # Leave to start more ranks than Open MPI counts slots (it counts cores, not hardware threads). It
@@ -209,7 +202,7 @@ def _openmpi_options(ask: _Ask, env: Mapping[str, str]) -> list[str]:
     return options
 
 
-def _srun_options(ask: _Ask) -> list[str]:
+def _srun_options(ask: Asked) -> list[str]:
     # One rank's failure ends the step; the site's default may leave the others waiting. Where they are to go on,
     # neither that default nor the site's WaitTime may end them.
     heartbeat = ask.fault_tolerance == "heartbeat"
@@ -220,7 +213,7 @@ def _srun_options(ask: _Ask) -> list[str]:
     return options
 
 
-def _srun_variables(ask: _Ask) -> dict[str, str]:
+def _srun_variables(ask: Asked) -> dict[str, str]:
     wanted = {}
     if "SLURM_CPUS_PER_TASK" in ask.environ:
         wanted["SRUN_CPUS_PER_TASK"] = ask.environ[
@@ -237,7 +230,7 @@ def _srun_variables(ask: _Ask) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in ask.environ}
 
 
-def _threads(ask: _Ask) -> dict[str, str]:
+def _threads(ask: Asked) -> dict[str, str]:
     """`OMP_NUM_THREADS`: the batch system's share, or this host's cores dealt out; elsewhere unknown."""
     if "OMP_NUM_THREADS" in ask.environ:
         return {}

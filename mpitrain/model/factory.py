@@ -15,7 +15,7 @@ from mpitrain.embedding.tables import Table
 from mpitrain.errors import UsageError
 from mpitrain.model.codec_registry import check_optimizer as check_momentum
 from mpitrain.model.elastic_shard import ElasticStore
-from mpitrain.model.flat import FlatModel
+from mpitrain.model.flat import FlatModel, Wires
 from mpitrain.model.optimizer import Rates, check_closure, check_elementwise, check_weighable
 from mpitrain.model.optimizer_state import state_slices
 from mpitrain.model.push_codec import PushCoder
@@ -32,11 +32,10 @@ def flat_model(module: nn.Module, optimizer: Optimizer, strategy: ServerStrategy
     """The module as one flat vector, with wire buffers as wide as the strategy's wire. What arrives while the model is
     in use, or is not its parameters, gets wire buffers of its own."""
     apart = strategy.inflight > 1 or strategy.elastic
+    wires = Wires(strategy.push_numbers, strategy.reply_numbers, apart, not strategy.reply_codec.is_none)
     return FlatModel(
-        module, optimizer, strategy.servers, strategy.push_numbers, strategy.reply_numbers,
-        replies_apart=apart, replies_coded=not strategy.reply_codec.is_none, reduces=strategy.reduces,
-        why_not_in_place=strategy.why_not_in_place(),
-    )  # fmt: skip
+        module, optimizer, strategy.servers, wires, strategy.reduces, strategy.why_not_in_place()
+    )
 
 
 def check_optimizer(optimizer: Optimizer, strategy: ServerStrategy) -> None:

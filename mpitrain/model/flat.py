@@ -149,17 +149,31 @@ def make_layout(module: nn.Module, optimizer: Optimizer, num_shards: int, reduce
     return Layout(names, shapes, starts[: len(names)], tuple(group_ends), cuts, dtype)
 
 
+@dataclass(frozen=True)
+class Wires:
+    """What travels between a model and its servers.
+
+    Args:
+        push, reply: as in `ServerStrategy`: what gradients are rounded to in their wire buffers, and what parameters
+            arrive as.
+        replies_apart: answers are received into wire buffers of their own, because the model is in use while they
+            arrive, or because they are not its parameters.
+        replies_coded: answers are messages of a codec.
+    """
+
+    push: str = "full"
+    reply: str = "full"
+    replies_apart: bool = False
+    replies_coded: bool = False
+
+
 class FlatModel:
     """A module whose trainable parameters live in one wire buffer a shard.
 
     Args:
         module: its parameters' values are kept; their storage moves into the wire buffers (host memory only: a
             model on a device keeps its own storage and is copied to and from pinned wire buffers).
-        push_wire, reply_wire: as in `ServerStrategy`: what gradients are rounded to in their wire buffers, and what
-            parameters arrive as.
-        replies_apart: answers are received into wire buffers of their own, because the model is in use while they
-            arrive, or because they are not its parameters.
-        replies_coded: answers are messages of a codec.
+        wires: between the model and the servers.
         reduces: workers all-reduce the dense parameters, which are in no wire buffer.
         why_not_in_place: as `Strategy.why_not_in_place`.
 
@@ -173,14 +187,11 @@ class FlatModel:
         module: nn.Module,
         optimizer: Optimizer,
         num_shards: int,
-        push_wire: str = "full",
-        reply_wire: str = "full",
-        replies_apart: bool = False,
-        replies_coded: bool = False,
+        wires: Wires = Wires(),
         reduces: bool = False,
         why_not_in_place: str = "",
     ):
-        self.module, self.replies_coded = module, replies_coded
+        self.module, self.replies_coded = module, wires.replies_coded
         self.layout = make_layout(module, optimizer, num_shards, reduces)
         tables = tables_of(module)
         of_tables = {id(table.parameter) for table in tables}
@@ -195,12 +206,12 @@ class FlatModel:
         pin = self.device.type == "cuda"
         sizes, dtype = [self.layout.size(shard) for shard in range(num_shards)], self.layout.dtype
         self.wire_buffers = [FixedBuffer(size, dtype, pin=pin) for size in sizes]
-        reply_dtype = wire_dtype(reply_wire, dtype)
-        apart = replies_apart or reply_dtype != dtype
+        reply_dtype = wire_dtype(wires.reply, dtype)
+        apart = wires.replies_apart or reply_dtype != dtype
         self._replies = (
             [FixedBuffer(size, reply_dtype, pin=pin) for size in sizes] if apart else self.wire_buffers
         )
-        self._pools = [BufferPool(size, wire_dtype(push_wire, dtype), pin) for size in sizes]
+        self._pools = [BufferPool(size, wire_dtype(wires.push, dtype), pin) for size in sizes]
         self._copied: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.wire_buffers]
         for shard in range(num_shards):
             for index, start, stop, at in self.layout.pieces(shard):

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Executor, wait
 from typing import Any
 
@@ -53,6 +53,7 @@ from mpitrain.mpi.message_header import (
     unpack_entries,
 )
 from mpitrain.mpi.operation import Op
+from mpitrain.system.ranks import Ends
 
 HEADER_TAG, PAYLOAD_TAG = 11, 12
 
@@ -80,9 +81,7 @@ class MpiWorld:
         peers: ranks this role exchanges messages with.
         buffer_for: `buffer_for(source, kind) -> wire_buffer` to receive the payload of that rank's next message into.
         on_step: called with the role's step as it changes, for error messages.
-        may_die: peers whose death is a message (`Lost`), not an error.
-        answer_late: what answers a rank that the role has given up, and that speaks after its end, until `close`.
-        leave_s: how long to wait, in the end, for what was sent to leave; the engine sends the rest all the same.
+        ends: of peers, and of the role.
         computer: computes gradients on a thread of its own; the thread that owns MPI drives messages meanwhile.
         reduce: one collective of an all-reduce: answers what this rank brings with what has come of it.
         begin: begins one; what it returns waits for the end, and answers as `reduce` does.
@@ -95,17 +94,15 @@ class MpiWorld:
         buffer_for: Callable[[int, Kind], Any],
         on_step: Callable[[int], None] = lambda step: None,
         computer: Executor | None = None,
-        may_die: Collection[int] = (),
-        leave_s: float | None = None,
+        ends: Ends = Ends(),  # noqa: B008 - frozen
         reduce: Callable[[Any], Any] | None = None,
         begin: Callable[[Any], Callable[[], Any]] | None = None,
-        answer_late: Callable[[int, Message], Role] | None = None,
     ):
         self.engine, self.buffer_for, self.on_step = engine, buffer_for, on_step
         self._peers = {rank: _Peer(rank) for rank in peers}
         self._inbox: deque[tuple[int, Message]] = deque()
-        self._computer, self._may_die, self._leave_s = computer, frozenset(may_die), leave_s
-        self._reduce, self._begin, self._answer_late = reduce, begin, answer_late
+        self._computer, self._reduce, self._begin = computer, reduce, begin
+        self._ends, self._answer_late = ends, ends.answer_late
         # the rounds of an all-reduce, and what waits for the end of the first
         self._begun: tuple[Generator[Any, Any, Any], Callable[[], Any]] | None = None
         self._error: BaseException | None = None
@@ -426,7 +423,7 @@ class MpiWorld:
         """The role gets one message about a dead peer that may die; every other error ends the role."""
         if peer.lost:
             return
-        if peer.rank in self._may_die and is_dead_peer(error):
+        if peer.rank in self._ends.may_die and is_dead_peer(error):
             peer.lost = True
             self._inbox.append((peer.rank, Lost()))
         else:
@@ -468,7 +465,7 @@ class MpiWorld:
         awaited = [peer for peer in self._peers.values() if not peer.given_up]
         self._wait(
             lambda: not self._late and not any(one.num_unsent for one in awaited if not one.lost),
-            self._leave_s,
+            self._ends.leave_s,
         )
         self._raise_error()
         self._is_over = True
@@ -497,4 +494,4 @@ class MpiWorld:
             if not op.done:
                 self.engine.cancel(op)
         with contextlib.suppress(TimeoutError):  # what MPI does not give back is named when the engine stops
-            self.engine.wait_any(lambda: all(op.done for op in listening), self._leave_s)
+            self.engine.wait_any(lambda: all(op.done for op in listening), self._ends.leave_s)

@@ -18,6 +18,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -99,8 +100,9 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-class Report:
-    """Rank 0's report of one run.
+@dataclass(frozen=True)
+class Reported:
+    """Which run is reported, how often, and to whom.
 
     Args:
         run_dir: created if need be, readable by its owner only. `metrics.jsonl` is continued; an earlier
@@ -118,43 +120,40 @@ class Report:
         facts: what a log says of the run that stands in no row.
     """
 
-    def __init__(
-        self,
-        run_dir: Path | str,
-        total_samples: int,
-        quiet: bool = False,
-        stream: TextIO | None = None,
-        interval_s: float | None = None,
-        num_epochs: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        resumed_at: int | None = 0,
-        log_every: int | None = None,
-        logs: Sequence[str] = (),
-        callbacks: Sequence[Any] = (),
-        facts: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.run_dir = Path(run_dir)
-        self.total_samples, self.num_epochs = total_samples, num_epochs
-        self._clock = clock
-        self._console = Console(sys.stderr if stream is None else stream, quiet)
-        if interval_s is None:
-            interval_s = 1.0 if self._console.is_terminal else 5.0
-        self._interval_s = interval_s
+    run_dir: Path | str
+    total_samples: int
+    quiet: bool = False
+    stream: TextIO | None = None
+    interval_s: float | None = None
+    num_epochs: int | None = None
+    clock: Callable[[], float] = time.monotonic
+    resumed_at: int | None = 0
+    log_every: int | None = None
+    logs: Sequence[str] = ()
+    callbacks: Sequence[Any] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Report:
+    """Rank 0's report of one run."""
+
+    def __init__(self, of: Reported) -> None:
+        self.of, self.run_dir = of, Path(of.run_dir)
+        self._console = Console(sys.stderr if of.stream is None else of.stream, of.quiet)
+        usual_s = 1.0 if self._console.is_terminal else 5.0
+        self._interval_s = usual_s if of.interval_s is None else of.interval_s
         make_private(self.run_dir)
         set_aside(self.run_dir / "result.json")
         self._metrics = (self.run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._schema = {"schema": METRICS_SCHEMA}  # on the first row of every start
         self._unwritten: set[str] = set()
-        self._logs, self._callbacks = (
-            open_logs(logs, self.run_dir, resumed_at, self._wall_of_step, facts or {}),
-            tuple(callbacks),
-        )
-        self._log_every, self._last_step = log_every, -1
+        self._logs = open_logs(of.logs, self.run_dir, of.resumed_at, self._wall_of_step, of.facts)
+        self._last_step = -1
         self._stepped_s: float | None = None
         self._checkpoints: deque[tuple[Path, tuple[str, ...]]] = deque()  # not known to be whole
-        self._start_s, self._start_samples = clock(), resumed_at or 0
-        self._row_at = self._line_at = self._start_s, self._start_samples
-        self._due_s = self._start_s + interval_s
+        self._start = of.clock(), of.resumed_at or 0  # seconds, samples
+        self._row_at = self._line_at = self._start
+        self._due_s = self._start[0] + self._interval_s
 
     def progress(self, samples: int, step: int, epoch: int, loss: Any, **fields: Any) -> None:
         """Say how far the run is; call it as often as you like.
@@ -166,9 +165,9 @@ class Report:
             loss: a number or a one-element tensor, read only when a row is due.
             **fields: further numbers for the row and the line (say `staleness=1.5`).
         """
-        now_s = self._stepped_s = self._clock()
+        now_s = self._stepped_s = self.of.clock()
         line_due = now_s >= self._due_s
-        row_due = line_due if self._log_every is None else self._is_due(step, self._log_every)
+        row_due = line_due if self.of.log_every is None else self._is_due(step, self.of.log_every)
         if not (line_due or row_due):
             return
         row = {"step": step, "epoch": epoch, "samples": samples, "loss": loss}
@@ -181,16 +180,18 @@ class Report:
         self._report_checkpoints()
         rate, self._line_at = _rate(self._line_at, now_s, samples), (now_s, samples)
         self._due_s = now_s + self._interval_s
-        of = f"/{self.num_epochs}" if self.num_epochs else ""
+        of = f"/{self.of.num_epochs}" if self.of.num_epochs else ""
         text = f"step {step} epoch {epoch}{of} loss {short(row['loss'])} {rate:.0f} samples/s"
         text += "".join(f" {key} {short(row[key])}" for key in fields)
         self._console.progress(
-            text, samples / self.total_samples if self.total_samples else None, self._left_s(samples, now_s)
+            text,
+            samples / self.of.total_samples if self.of.total_samples else None,
+            self._left_s(samples, now_s),
         )
 
     def _wall_of_step(self) -> float:
         """When `progress` was called last, in seconds since the Unix epoch; 0 before the first call."""
-        return 0.0 if self._stepped_s is None else time.time() - (self._clock() - self._stepped_s)
+        return 0.0 if self._stepped_s is None else time.time() - (self.of.clock() - self._stepped_s)
 
     def _is_due(self, step: int, every: int) -> bool:
         """Whether a multiple of `every` was passed since the step before."""
@@ -250,7 +251,7 @@ class Report:
         self._put(event, row)
 
     def _put(self, event: str, row: dict[str, Any]) -> None:
-        stamped = {"time": date(), "t": round(self._clock() - self._start_s, 3), "event": event, **row}
+        stamped = {"time": date(), "t": round(self.of.clock() - self._start[0], 3), "event": event, **row}
         with self._guard(METRICS_FILE):
             self._metrics.write(json.dumps(stamped | self._schema, allow_nan=False) + "\n")
             self._schema = {}
@@ -258,7 +259,7 @@ class Report:
         for log in self._logs:
             with self._guard(log.place):
                 log.row(stamped)
-        call(self._callbacks, stamped)
+        call(self.of.callbacks, stamped)
 
     @contextlib.contextmanager
     def _guard(self, what: str) -> Iterator[None]:
@@ -272,10 +273,10 @@ class Report:
                 self._console.event(f"warning: {text}")
 
     def _left_s(self, samples: int, now_s: float) -> float | None:
-        done = samples - self._start_samples
-        if done <= 0 or not self.total_samples:
+        done = samples - self._start[1]
+        if done <= 0 or not self.of.total_samples:
             return None
-        return max(self.total_samples - samples, 0) * (now_s - self._start_s) / done
+        return max(self.of.total_samples - samples, 0) * (now_s - self._start[0]) / done
 
 
 def _rate(since: tuple[float, int], now_s: float, samples: int) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mpitrain.effects import Compute, Effect, Now, Recv, Role, Send
@@ -46,6 +47,25 @@ _COUNTS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class PeerDuties:
+    """What a peer does besides its steps, and how it takes them.
+
+    Args:
+        on_nonfinite: "stop" ends the job, "skip" leaves the step out.
+        part_samples: as for a `Worker`.
+        checkpoints: when to write checkpoints; None for never.
+        validations: when the first peer validates, and whether that ends the run; every epoch by default.
+        measures: this peer's validation set; None: `replica.validate`, of the first peer by itself.
+    """
+
+    on_nonfinite: str = "stop"
+    part_samples: int = 0
+    checkpoints: PeerCheckpoints | None = None
+    validations: ValidationCadence | None = None
+    measures: PeerMeasures | None = None
+
+
 class Peer:
     """One peer.
 
@@ -54,11 +74,6 @@ class Peer:
         strategy: whom to talk to and when to meet; partition: this peer's part of the data, or `Endless` where somebody
             else brings it and answers `Compute`, in the end with None.
         report: where progress goes, on the peer that logs, which also validates.
-        on_nonfinite: "stop" ends the job, "skip" leaves the step out.
-        checkpoints: when to write checkpoints; None for never.
-        part_samples: as for a `Worker`.
-        validations: when the first peer validates, and whether that ends the run; every epoch by default.
-        measures: this peer's validation set; None: `replica.validate`, of the first peer by itself.
     """
 
     def __init__(
@@ -69,16 +84,11 @@ class Peer:
         partition: PeerPartition | Endless,
         replica: PeerReplica,
         report: Report,
-        on_nonfinite: str = "stop",
-        checkpoints: PeerCheckpoints | None = None,
-        part_samples: int = 0,
-        validations: ValidationCadence | None = None,
-        measures: PeerMeasures | None = None,
+        duties: PeerDuties = PeerDuties(),
     ):
         self.rank, self.number, self.strategy, self.partition = rank, number, strategy, partition
-        self.replica, self.report, self.on_nonfinite = replica, report, on_nonfinite
-        self.checkpoints, self.part_samples = checkpoints, part_samples
-        self.validations, self.measures = validations or ValidationCadence(), measures
+        self.replica, self.report, self.duties = replica, report, duties
+        self.checkpoints, self.validations = duties.checkpoints, duties.validations or ValidationCadence()
         self.step = self.batches = self.samples = self.nonfinite = self.sent_bytes = self.num_sent = (
             self.num_meetings
         ) = 0
@@ -184,7 +194,7 @@ class Peer:
         gradient = yield Compute(
             lambda: self.replica.step(turn),
             interruptible=False,
-            num_batches=num_parts(turn.lease, self.part_samples),
+            num_batches=num_parts(turn.lease, self.duties.part_samples),
             step=turn.step,
         )
         if gradient is None:  # whoever brings the data has no more
@@ -243,7 +253,7 @@ class Peer:
 
     def _refuse(self, loss: float) -> None:
         self.nonfinite += 1
-        if self.on_nonfinite == "stop":
+        if self.duties.on_nonfinite == "stop":
             what = f"loss is {loss:g}" if loss - loss != 0.0 else "the gradient is not finite"
             raise NonFiniteError(
                 f'rank {self.rank} (peer, step {self.step}): {what}; on_nonfinite="skip" leaves such steps out'
@@ -370,7 +380,7 @@ class Peer:
     def _validate(self, epoch: int, turn: Turn) -> Answers:
         """The first peer's replica is measured: by all peers where they are synchronous and all know that it is time,
         or else by itself while the others go on."""
-        samples, measures = turn.samples_before, self.measures
+        samples, measures = turn.samples_before, self.duties.measures
         metrics: dict[str, float] = {}
         if measures is not None and not (self.strategy.asynchronous or self.validations.counts_seconds):
             metrics = yield from self._measure_together(measures, turn.step, samples)

@@ -23,7 +23,7 @@ from mpitrain.job import Job, Overrides
 from mpitrain.model.in_place import refuse_renormed
 from mpitrain.model.optimizer import state_bytes
 from mpitrain.reporting.listeners import read_logs
-from mpitrain.reporting.report import Report, default_run_dir
+from mpitrain.reporting.report import Report, Reported, default_run_dir
 from mpitrain.simulation.checkpoints import Checkpoints, StateBytes, policy_of
 from mpitrain.simulation.collective_costs import all_reduces
 from mpitrain.simulation.measured_step import charged, with_measured
@@ -133,10 +133,11 @@ class VirtualRun:
         planned = self.catalogue.num_samples * job.epochs
         if self.options.steps is not None:
             planned = self.options.steps * self.num_shares * job.step_samples
-        report = Report(
+        reported = Reported(
             self.run_dir, planned, quiet=self.options.quiet, num_epochs=job.epochs,
             log_every=job.log_every, logs=read_logs(job.log), callbacks=job.callbacks,
         )  # fmt: skip
+        report = Report(reported)
         begin_from(self.run_dir, None, None)
         self.world = world
         orders = self.options.injections

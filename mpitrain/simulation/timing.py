@@ -23,7 +23,7 @@ from mpitrain.roles.aggregator import Aggregator, summary
 from mpitrain.roles.bundles import bundled
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.local_sgd_worker import LocalSGDWorker
-from mpitrain.roles.peer import Peer
+from mpitrain.roles.peer import Peer, PeerDuties
 from mpitrain.simulation.checkpoints import (
     Checkpoints,
     StateBytes,
@@ -256,8 +256,11 @@ class _Timing:
         parts = [self._course(rank, strategy) for rank in range(self.number)]
         peers = [
             Peer(
-                rank, self.number, strategy, part, EmptyPeer(message, model), Quiet(), part_samples=load.part_samples,
-                checkpoints=self.checkpoints.of_peer(rank, self.number, strategy, self._state_bytes()),
+                rank, self.number, strategy, part, EmptyPeer(message, model), Quiet(),
+                PeerDuties(
+                    part_samples=load.part_samples,
+                    checkpoints=self.checkpoints.of_peer(rank, self.number, strategy, self._state_bytes()),
+                ),
             )
             for rank, part in enumerate(parts)
         ]  # fmt: skip

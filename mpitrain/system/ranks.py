@@ -8,10 +8,10 @@ sends for it is as long among ten thousand ranks as among two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from mpitrain.errors import EXIT_USAGE, AgreedError
 from mpitrain.system import awake
@@ -26,6 +26,20 @@ from mpitrain.system.agreement_texts import (
 from mpitrain.system.saying import tell
 
 WAITS_S = 1.0  # a rank counts as waiting for so long after it has last said so
+
+
+class Ends(NamedTuple):
+    """What a world makes of the end of a peer, and of its role's own.
+
+    Args:
+        may_die: peers whose death is a message (`Lost`), not an error.
+        leave_s: how long to wait, in the end, for what was sent to leave; the rest is sent all the same.
+        answer_late: makes what answers a peer that the role has given up, and that speaks after its end, until `close`.
+    """
+
+    may_die: Collection[int] = ()
+    leave_s: float | None = None
+    answer_late: Callable[[int, Any], Any] | None = None
 
 
 class Ranks:

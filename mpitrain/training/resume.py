@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mpitrain.checkpoint import Checkpoint, CheckpointWriter
+from mpitrain.checkpoint import Checkpoint, CheckpointWriter, PartPlan
 from mpitrain.errors import CheckpointError, MpitrainError
 from mpitrain.inject import FileFault
 from mpitrain.strategies.checkpoint_policy import read_policy
@@ -84,20 +84,12 @@ def make_checkpoint_writer(
     def warn(text: str) -> None:
         say(f"mpitrain: warning: {text}")
 
-    return CheckpointWriter(
-        session.run_dir,
-        part,
-        session.identity.after_losing(len(session.runtime.lost)),
-        read_policy(job.checkpoint_every, job.mtbf_s),
-        job.keep_checkpoints,
-        about,
-        signals.asked,
-        warn,
-        more,
-        writers,
-        frozenset(faults),
-        lambda folder, parts: session.report.checkpoint(folder, parts),
-    )
+    plan = PartPlan(
+        session.run_dir, part, session.identity.after_losing(len(session.runtime.lost)),
+        read_policy(job.checkpoint_every, job.mtbf_s), job.keep_checkpoints, about, signals.asked, warn, more,
+        writers, frozenset(faults), lambda folder, parts: session.report.checkpoint(folder, parts),
+    )  # fmt: skip
+    return CheckpointWriter(plan)
 
 
 @contextlib.contextmanager

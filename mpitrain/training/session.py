@@ -24,7 +24,7 @@ from mpitrain.inject import Straggler
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.reporting.environment import code_places, code_versions, collect
 from mpitrain.reporting.listeners import read_logs
-from mpitrain.reporting.report import NullReport, Report, explained, set_aside, write_json, writing
+from mpitrain.reporting.report import NullReport, Report, Reported, explained, set_aside, write_json, writing
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.checkpoint_policy import read_policy
 from mpitrain.strategies.parameter_server.staleness import disagreement
@@ -134,11 +134,12 @@ class Session:
     def open_report(self, resumed_at: int | None, job_file: str | None = None) -> None:
         """Begin to report on this rank; `resumed_at`: as for a `Report`; `job_file`: that the run is started from."""
         job = self.job
-        self.report = Report(
+        reported = Reported(
             self.run_dir, self.total_samples(), quiet=self.overrides.quiet, num_epochs=job.epochs,
             resumed_at=resumed_at, log_every=job.log_every, logs=read_logs(job.log), callbacks=job.callbacks,
             facts=mllog_facts(job, self.overrides.lr, self.validation, job_file),
         )  # fmt: skip
+        self.report = Report(reported)
 
     def validations(self, steps_end_it: bool = False) -> Validations:
         """When this run validates, and what follows. `steps_end_it`: under `--steps` the final model alone is

@@ -28,6 +28,7 @@ from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.placement import Roles
+from mpitrain.system.ranks import Ends
 from mpitrain.system.saying import tell
 
 if TYPE_CHECKING:
@@ -371,7 +372,7 @@ def _serve(
     may_die = roles.workers if runtime.fault_tolerance == "ulfm" else ()
     on_step = functools.partial(setattr, runtime, "step")
     world = MpiWorld(
-        runtime.engine, roles.workers, lambda source, kind: store.wire_buffer(), on_step, may_die=may_die
+        runtime.engine, roles.workers, lambda source, kind: store.wire_buffer(), on_step, ends=Ends(may_die)
     )
     counts = world.run(server.run())
     runtime.evicted |= {int(rank) for rank in counts["lost"]} | runtime.dead()

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpitrain.checkpoint import newest, read_part, write_part
-from mpitrain.checkpoint.background_writer import CheckpointWriter
+from mpitrain.checkpoint.background_writer import CheckpointWriter, PartPlan
 from mpitrain.checkpoint.parts import (
     OtherSchemaError,
     _digest,
@@ -413,8 +413,12 @@ def test_a_full_disk_leaves_the_one_before_and_says_so(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     said = []
-    writer = CheckpointWriter(tmp_path, "shard-0", OURS, CheckpointPolicy(), warn=said.append)
-    writer._more = lambda: {"store": torch.zeros(100_000)}
+    writer = CheckpointWriter(
+        PartPlan(
+            tmp_path, "shard-0", OURS, CheckpointPolicy(), warn=said.append,
+            more=lambda: {"store": torch.zeros(100_000)},
+        )
+    )  # fmt: skip
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
         for mark in (200, 300):
@@ -439,7 +443,9 @@ def test_a_write_that_fails_in_any_way_is_told_and_the_third_ends_the_run(tmp_pa
     said = []
     state = {"user": {"a set"}} if breaks == "state" else {}
     more = {} if breaks == "state" else {"on_written": reader}
-    writer = CheckpointWriter(tmp_path, "shard-0", OURS, CheckpointPolicy(), warn=said.append, **more)
+    writer = CheckpointWriter(
+        PartPlan(tmp_path, "shard-0", OURS, CheckpointPolicy(), warn=said.append, **more)
+    )
     for mark in (100, 200):
         writer.save(mark, state, ("shard-0",))
         writer.wait()
@@ -465,7 +471,7 @@ def test_a_state_that_is_no_dictionary_is_not_handed_on(tmp_path, state):
 def test_a_dry_run_looks_at_the_start_and_after_an_update_and_writes_nothing(tmp_path):
     extra = {}
     writer = CheckpointWriter(
-        tmp_path, "own-2", OURS, CheckpointPolicy(), about={"a": 1}, more=lambda: {"store": extra}
+        PartPlan(tmp_path, "own-2", OURS, CheckpointPolicy(), about={"a": 1}, more=lambda: {"store": extra})
     )
     writer.try_out(dict)
     extra["seen"] = {1}
@@ -476,7 +482,7 @@ def test_a_dry_run_looks_at_the_start_and_after_an_update_and_writes_nothing(tmp
     writer.try_out(dict)  # later states are not looked at
     huge = {"text": "x" * (MAX_RECORD_BYTES + 1)}
     with pytest.raises(UsageError, match="bytes of numbers and texts"):
-        CheckpointWriter(tmp_path, "own-2", OURS, CheckpointPolicy()).try_out(lambda: huge)
+        CheckpointWriter(PartPlan(tmp_path, "own-2", OURS, CheckpointPolicy())).try_out(lambda: huge)
     assert not list(tmp_path.iterdir())
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from mpitrain.errors import UsageError
 from mpitrain.launch import discover
-from mpitrain.launch.command import completed, launch_command, left_to_launcher, relaunch, result_mark
+from mpitrain.launch.command import Asked, completed, launch_command, left_to_launcher, relaunch, result_mark
 from mpitrain.launch.discover import Launcher, find_launcher, installed_library, launcher_flavour
 from mpitrain.launch.supervision import Outcome, Requests
 
@@ -36,7 +36,7 @@ IN_SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TAS
 
 def golden(launcher: Launcher, num_ranks: int, num_cores: int, **options: Any) -> tuple[str, dict[str, str]]:
     options.setdefault("environ", {})
-    command, env = launch_command(launcher, num_ranks, ["PROG", "a b"], num_cores=num_cores, **options)
+    command, env = launch_command(Asked(launcher, num_ranks, ["PROG", "a b"], num_cores=num_cores, **options))
     assert command[-2:] == ["PROG", "a b"] and command[0] == launcher.path
     return " ".join(command[1:-2]), env
 
@@ -143,12 +143,14 @@ PALS = Launcher("pals", "/opt/cray/pals/default/bin/mpiexec", None)
 
 def test_flux_and_pals_start_ranks_on_the_nodes_of_their_job(tmp_path: Path) -> None:
     command, env = launch_command(
-        FLUX,
-        8,
-        ["PROG"],
-        num_cores=2,
-        host_args=["-o", "cpu-affinity=per-task"],
-        environ={"FLUX_JOB_ID": "1"},
+        Asked(
+            FLUX,
+            8,
+            ["PROG"],
+            num_cores=2,
+            host_args=["-o", "cpu-affinity=per-task"],
+            environ={"FLUX_JOB_ID": "1"},
+        )
     )
     assert command == [
         "/usr/bin/flux",

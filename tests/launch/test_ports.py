@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.doctor.listening import listening
-from mpitrain.launch.command import launch_command
+from mpitrain.launch.command import Asked, launch_command
 from mpitrain.launch.discover import Launcher
 from mpitrain.system.transports import closed, is_on_one_node
 from tests.ranks import ROOT, find_mpi, warm_environment
@@ -65,7 +65,7 @@ def test_a_transport_that_the_user_names_is_taken(environ: dict[str, str], left_
 )
 def test_a_launch_names_the_network(flavour: str, options: dict, said: str) -> None:
     launcher = Launcher(flavour, "mpirun", flavour)
-    command, env = launch_command(launcher, 2, ["x"], num_cores=2, environ={}, **options)
+    command, env = launch_command(Asked(launcher, 2, ["x"], num_cores=2, environ={}, **options))
     told = " ".join([*(f"{name}={value}" for name, value in env.items()), *command]).split(" ")
     words = said.split()
     assert (

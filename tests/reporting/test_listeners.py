@@ -9,7 +9,7 @@ from mpitrain.cli.main import main
 from mpitrain.errors import UsageError
 from mpitrain.reporting.csv_log import CsvLog
 from mpitrain.reporting.listeners import check_callbacks, check_installed, read_logs
-from mpitrain.reporting.report import Report
+from mpitrain.reporting.report import Report, Reported
 from tests import toy
 from tests.reporting.logs import points, rows_of, table
 
@@ -34,7 +34,7 @@ class Heard:
 
 
 def report(path, **options):
-    return Report(path, 100, quiet=True, stream=io.StringIO(), **options)
+    return Report(Reported(path, 100, quiet=True, stream=io.StringIO(), **options))
 
 
 def steps(one, first, last, samples=10):
@@ -148,7 +148,7 @@ def test_a_log_that_cannot_be_written_costs_its_rows_and_one_warning(tmp_path, m
 
     monkeypatch.setattr(CsvLog, "row", full)
     stream = io.StringIO()
-    one = Report(tmp_path, 100, stream=stream, logs=["csv"], log_every=1)
+    one = Report(Reported(tmp_path, 100, stream=stream, logs=["csv"], log_every=1))
     steps(one, 1, 3)
     one.close()
     assert stream.getvalue().count("cannot be written (No space left on device)") == 1

@@ -9,7 +9,7 @@ import torch
 
 import mpitrain as mt
 from mpitrain.errors import UsageError
-from mpitrain.reporting.report import Report
+from mpitrain.reporting.report import Report, Reported
 from mpitrain.training.mllog_facts import mllog_facts
 from mpitrain.values import parse
 from tests import toy
@@ -42,7 +42,9 @@ def facts(path):
 
 
 def begin(path, **options):
-    one = Report(path, 300, stream=io.StringIO(), logs=["mllog"], log_every=1, facts=FACTS, **options)
+    one = Report(
+        Reported(path, 300, stream=io.StringIO(), logs=["mllog"], log_every=1, facts=FACTS, **options)
+    )
     one.event("start", **START)
     return one
 

@@ -22,6 +22,7 @@ from mpitrain.reporting.fom import fom_line
 from mpitrain.reporting.report import (
     NullReport,
     Report,
+    Reported,
     default_run_dir,
     explained,
     plain,
@@ -66,7 +67,7 @@ class Terminal(io.StringIO):
 
 def make(tmp_path: Path, **options: Any) -> tuple[Report, Clock, io.StringIO]:
     clock, stream = Clock(), options.pop("stream", None) or io.StringIO()
-    report = Report(tmp_path / "run", 1000, stream=stream, clock=clock, num_epochs=5, **options)
+    report = Report(Reported(tmp_path / "run", 1000, stream=stream, clock=clock, num_epochs=5, **options))
     return report, clock, stream
 
 
@@ -234,7 +235,7 @@ def test_behind_mpirun_the_launchers_terminal_counts_for_stderr_only(
 ) -> None:
     monkeypatch.setenv("MPITRAIN_TERMINAL", "50")
     report, clock, stream = make(tmp_path, interval_s=1.0)
-    told = Report(tmp_path / "told", 1000, clock=clock)
+    told = Report(Reported(tmp_path / "told", 1000, clock=clock))
     for _ in range(2):
         clock.now_s += 1.0
         report.progress(1, 1, 1, 0.5, note="x" * 80)
@@ -328,7 +329,7 @@ def test_a_default_run_directory_is_new_and_named_after_the_job(
 
 def test_a_full_disk_loses_rows_with_a_word_and_never_the_end_of_a_run_without_one(tmp_path):
     stream = io.StringIO()
-    report = Report(tmp_path, 10, stream=stream)
+    report = Report(Reported(tmp_path, 10, stream=stream))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))

@@ -11,7 +11,7 @@ import types
 import pytest
 
 import mpitrain as mt
-from mpitrain.reporting.report import Report
+from mpitrain.reporting.report import Report, Reported
 from mpitrain.reporting.rows import earlier_rows
 from tests import toy
 from tests.reporting.logs import rows_of
@@ -19,7 +19,7 @@ from tests.reporting.logs import rows_of
 
 def report(path, log, **options):
     stream = io.StringIO()
-    one = Report(path, 100, stream=stream, logs=[log], log_every=1, **options)
+    one = Report(Reported(path, 100, stream=stream, logs=[log], log_every=1, **options))
     one.text = stream.getvalue
     return one
 

@@ -6,7 +6,7 @@ import stat
 import torch
 
 from mpitrain.checkpoint.parts import folder_of, write_part
-from mpitrain.reporting.report import Report
+from mpitrain.reporting.report import Report, Reported
 from mpitrain.system.folders import make_private
 from mpitrain.system.run_directory import Identity
 from mpitrain.training.watchdog.alarm_files import Alarm
@@ -24,7 +24,7 @@ def test_a_run_directory_that_was_moved_away_comes_back_closed(tmp_path):
                 folder_of(run, 5), "worker-0", {"w": torch.zeros(2)}, Identity("run", "attempt")
             ),
             lambda run: Alarm(run, 0, 1).raise_alarm(),
-            lambda run: Report(run, 10, quiet=True).close(),
+            lambda run: Report(Reported(run, 10, quiet=True)).close(),
         )
     ):
         run = tmp_path / "runs" / str(number)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpitrain.checkpoint import CheckpointWriter, newest, read_part
+from mpitrain.checkpoint import CheckpointWriter, PartPlan, newest, read_part
 from mpitrain.errors import CheckpointError
 from mpitrain.reporting.rows import METRICS_FILE
 from mpitrain.strategies.checkpoint_policy import read_policy
@@ -71,7 +71,7 @@ def test_who_raises_no_alarm(tmp_path, level, rank, may_die_alone, survives_shri
 
 def writer(tmp_path, part, guard, taken, **options):
     return Emergency(
-        CheckpointWriter(tmp_path, part, Identity("run", "attempt"), read_policy("never", None)),
+        CheckpointWriter(PartPlan(tmp_path, part, Identity("run", "attempt"), read_policy("never", None))),
         guard,
         lambda: taken,
         **options,

@@ -18,7 +18,7 @@ from mpitrain.model.accumulation import LeaseReader
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.model.recipe import Recipe, brought_by_loop
-from mpitrain.roles.peer import Peer
+from mpitrain.roles.peer import Peer, PeerDuties
 from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.roles.protocols import PeerMeasures, Report
 from mpitrain.strategies.decentralized import Decentralized
@@ -87,7 +87,7 @@ class PeerBuilder:
         validations: ValidationCadence | None = None, measures: PeerMeasures | None = None,
     ) -> Peer:  # fmt: skip
         """The peer on `rank`; `checkpoints`, `validations`, `measures`: as in `Peer`."""
-        return Peer(
-            rank, self.number, self.strategy, self.partition(rank), replica, report,
-            self.recipe.update.on_nonfinite, checkpoints, self.recipe.gradient.part_samples, validations, measures,
+        duties = PeerDuties(
+            self.recipe.update.on_nonfinite, self.recipe.gradient.part_samples, checkpoints, validations, measures
         )  # fmt: skip
+        return Peer(rank, self.number, self.strategy, self.partition(rank), replica, report, duties)

@@ -48,7 +48,7 @@ def make_checkpoints(
     writer = make_checkpoint_writer(session, own_part(runtime.rank), about, state)
     if strategy.never_meets:
         signals.end_at_once()
-    policy = CheckpointPolicy() if strategy.never_meets else writer.policy
+    policy = CheckpointPolicy() if strategy.never_meets else writer.plan.policy
     parts = [own_part(rank) for rank in range(runtime.size)] if runtime.rank == 0 else []
     samples = session.resume.checkpoint_at if session.resume else 0
     cadence = Cadence(policy, samples)

@@ -32,6 +32,7 @@ from mpitrain.roles.server.resharding import num_row_pieces, processed_by, resha
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.schedules import Pace
 from mpitrain.strategies.ticks import Law
+from mpitrain.system.ranks import Ends
 from mpitrain.training import signals
 from mpitrain.training.averaged_model import join_parts, save_part
 from mpitrain.training.deliver import save_final
@@ -182,7 +183,7 @@ def _serve(
     peers = (*roles.workers, *builder.others_of(shard))
     with recording(session.run_dir, shard) as order:
         counts = run_role(
-            session, peers, buffer_for, record(role, order), may_die=may_die, answer_late=server.turn_away
+            session, peers, buffer_for, record(role, order), ends=Ends(may_die, answer_late=server.turn_away)
         )
     # one whose gradients were not finite has left in order
     runtime.evicted.update(int(rank) for rank, how in counts["lost"].items() if how != NOT_FINITE)

@@ -14,6 +14,7 @@ from mpitrain.errors import EvictedError, LostRankError
 from mpitrain.roles.bundles import bundled
 from mpitrain.roles.failure_detector.silence import MID_SILENCE_S
 from mpitrain.roles.failure_detector.worker_side import report_failure
+from mpitrain.system.ranks import Ends
 from mpitrain.training.session import Session
 
 
@@ -26,8 +27,7 @@ def heartbeat_s(session: Session) -> float:
 
 def run_role(
     session: Session, peers: tuple[int, ...], buffer_for: Any, role: Role,
-    computer: Executor | None = None, may_die: tuple[int, ...] = (), workers_sum: Any = None,
-    answer_late: Any = None,
+    computer: Executor | None = None, workers_sum: Any = None, ends: Ends = Ends(),  # noqa: B008 - frozen
 ) -> Any:  # fmt: skip
     """Run `role` among `peers` and return what it returned; the arguments are those of `MpiWorld`;
     `workers_sum`: of a role that all-reduces. Peers behind an aggregator are reached through it.
@@ -47,11 +47,9 @@ def run_role(
         buffer_for,
         on_step=on_step,
         computer=computer,
-        may_die=may_die,
-        leave_s=timeout_s or None,
+        ends=ends._replace(leave_s=timeout_s or None),
         reduce=workers_sum,
         begin=workers_sum.begin if workers_sum is not None else None,
-        answer_late=answer_late,
     )
     session.end_listening = world.close
     try:

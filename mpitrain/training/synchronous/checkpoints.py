@@ -85,7 +85,9 @@ class StepCheckpoints:
         self.before_writing: Callable[[], object] = _never  # on all ranks
         self._validates = False  # all ranks have agreed to
         self._written_at = session.resume.checkpoint_at if session.resume else 0
-        self._cadence = Cadence(self.writer.policy, session.resume.checkpoint_at if session.resume else 0)
+        self._cadence = Cadence(
+            self.writer.plan.policy, session.resume.checkpoint_at if session.resume else 0
+        )
         self._asked_s = time.monotonic()
 
     def restored(self, session: Session) -> Any:

@@ -109,7 +109,7 @@ class Emergency:
         Raises:
             CheckpointError: why there can be none.
         """
-        if self.writer.part != FIRST:
+        if self.writer.plan.part != FIRST:
             self._write_further(alarm)
             return
         try:
@@ -123,7 +123,7 @@ class Emergency:
         with self.guard.held(HOLD_S) as whole:
             taken = self._taken(whole)
             checkpoint = EmergencyCheckpoint(taken.samples, taken.step, tuple(self.parts()))
-            folder = folder_of(self.writer.run_dir, checkpoint.checkpoint_at)
+            folder = folder_of(self.writer.plan.run_dir, checkpoint.checkpoint_at)
             with contextlib.suppress(CheckpointError):
                 verify(folder)  # the last one is of this very state
                 alarm.announce(checkpoint._replace(parts=()))
@@ -136,7 +136,7 @@ class Emergency:
 
     def _write_further(self, alarm: Alarm) -> None:
         checkpoint = alarm.announced(ANNOUNCED_S)
-        if checkpoint is None or self.writer.part not in checkpoint.parts:
+        if checkpoint is None or self.writer.plan.part not in checkpoint.parts:
             return
         deadline_s = awake.now_s() + HOLD_S
         while True:
