@@ -46,7 +46,7 @@ from mpitrain.errors import (
     printable,
 )
 from mpitrain.system import rank_status, stacks
-from mpitrain.system.end_requests import ENDS
+from mpitrain.system.end_requests import hold_back
 from mpitrain.system.home import give_home
 from mpitrain.system.launch_variables import is_rank, launched_rank
 from mpitrain.system.saying import flush, lost, prepare_streams, tell
@@ -133,9 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if is_rank():
         stacks.listen()
-    if is_rank() and argv[:1] in (["train"], ["sweep"]) and "--dry-run" not in argv:
-        # until `run_train` or `run_sweep` hears them: a signal that comes meanwhile waits, in place of ending the rank
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, *ENDS))
+        hold_back(argv)
     arguments = parse(argv)
     try:
         return _printed(arguments.command, int(arguments.run(arguments)))

@@ -8,8 +8,12 @@ time. HUP asks for nothing where it was ignored when the process began (`nohup`)
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import sys
 import threading
+from collections.abc import Iterator, Sequence
 
 from mpitrain.system.launch_variables import batch_system
 
@@ -22,6 +26,30 @@ _nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 def asking() -> tuple[signal.Signals, ...]:
     """The signals that ask this process for a checkpoint and an end."""
     return (signal.SIGUSR1, signal.SIGTERM, *(() if _nohup else (signal.SIGHUP,)))
+
+
+def hold_back(words: Sequence[str]) -> None:
+    """In a rank whose command has these words and hears the signals later: until then they wait, in place of ending
+    it."""
+    if words[:1] in (["train"], ["sweep"]) and "--dry-run" not in words:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, *ENDS))
+
+
+def hold_back_in_command() -> None:
+    """The same while the package is imported, which is before the command begins: only where this process is it."""
+    by_module = sys.argv[0] == "-m" and "mpitrain" in sys.orig_argv
+    if by_module or os.path.basename(sys.argv[0]) == "mpitrain":
+        hold_back(sys.argv[1:])
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """A thread that is started in this block gets none of the signals, so the main thread's mask decides."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, *ENDS))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def take_hup_back() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 from mpitrain.system import background, stacks
 from mpitrain.system.atomic import write_whole
+from mpitrain.system.end_requests import held_back, hold_back_in_command
 from mpitrain.system.launch_variables import is_rank, launched_local_rank, launched_rank, launched_size
 from mpitrain.system.processes import identity
 
@@ -95,7 +96,8 @@ class Reporter:
     def start(self) -> None:
         """From here on this rank is heard of."""
         self._write()
-        background.start("status", self._run)
+        with held_back():
+            background.start("status", self._run)
 
     def reach(self, state: str, code: int | None = None) -> None:
         """Report at once that the rank has reached `state`."""
@@ -143,6 +145,7 @@ def begin() -> Reporter | None:
     global _reporter
     if _reporter is None and VARIABLE in os.environ and is_rank():
         stacks.listen()
+        hold_back_in_command()  # whoever hears of this rank may signal it
         _reporter = Reporter(Path(os.environ.pop(VARIABLE)), launched_rank())
         _reporter.start()
     return _reporter
