@@ -6,9 +6,15 @@ these are parsed. The table in `tests/README.md` is made from here.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_plain
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -77,3 +83,59 @@ def commands() -> Iterator[tuple[str, Path]]:
 def reason(command: str) -> str:
     """Why the tests do not run a command; empty where they do."""
     return next((why for pattern, why in ELSEWHERE if re.search(pattern, command)), "")
+
+
+class Folder:
+    """A folder that looks like the repository, with data and runs of its own: lines of the documentation run in it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        for path in ROOT.iterdir():
+            if path.name not in ("data", "runs", ".git", ".venv", ".pytest_cache"):
+                (folder / path.name).symlink_to(path)
+        (folder / ".venv").symlink_to(Path(sys.prefix))
+        make_sources(folder)
+        (folder / "commands").mkdir()  # found before those of the machine
+        beside = Path(sys.executable).parent
+        self.env = {
+            "PATH": os.pathsep.join([str(folder / "commands"), str(beside), os.environ["PATH"]]),
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "HOME": str(folder), "RANKING_SAMPLES": "50000",
+            "RANKING_ROWS": "16384",  # a third of them are enough for its target
+        }  # fmt: skip
+        self.run("mpitrain data pack digits data/digits --validate 0.2")  # what `make train` does first
+
+    def run(self, command: str) -> str:
+        """What bash prints for it; an exit code other than 0 fails the test."""
+        words = [f"{name}={value}" for name, value in self.env.items()]
+        return run_plain(["env", *words, "bash", "-c", command], cwd=self.folder)
+
+
+def make_sources(folder: Path) -> None:
+    """What the page on data packs: arrays, a folder of photos, a table, and WebDataset's archives."""
+    import io
+    import tarfile
+
+    import numpy as np
+
+    pil, pyarrow, parquet = (
+        pytest.importorskip(name) for name in ("PIL.Image", "pyarrow", "pyarrow.parquet")
+    )
+    draw = np.random.default_rng(0)
+    np.savez(folder / "samples.npz", x=draw.random((40, 3)), y=draw.integers(0, 2, 40))
+    parquet.write_table(
+        pyarrow.table({name: draw.random(40) for name in ("a", "b", "label")}), folder / "table.parquet"
+    )
+    photo = io.BytesIO()
+    pil.fromarray(draw.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(photo, "JPEG")
+    for name in ("cats", "dogs"):
+        (folder / "photos" / name).mkdir(parents=True)
+        for number in range(3):
+            (folder / "photos" / name / f"{number}.jpg").write_bytes(photo.getvalue())
+    for part in range(2):
+        with tarfile.open(folder / f"train-{part}.tar", "w") as tar:
+            for number in range(16):
+                for suffix, data in (("jpg", photo.getvalue()), ("cls", b"1")):
+                    info = tarfile.TarInfo(f"{part}{number:04}.{suffix}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))

@@ -3,7 +3,6 @@ is generated is up to date.
 """
 
 import ast
-import os
 import re
 import shlex
 import subprocess
@@ -153,55 +152,7 @@ def test_commands_that_are_not_run_here_parse(command):
 @pytest.fixture(scope="module")
 def as_printed(tmp_path_factory):
     """Runs a line of the documentation in a folder that looks like the repository, with data and runs of its own."""
-    folder = tmp_path_factory.mktemp("printed")
-    for path in ROOT.iterdir():
-        if path.name not in ("data", "runs", ".git", ".venv", ".pytest_cache"):
-            (folder / path.name).symlink_to(path)
-    (folder / ".venv").symlink_to(Path(sys.prefix))
-    make_sources(folder)
-    beside = Path(sys.executable).parent
-    env = {
-        "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "HOME": str(folder),
-        "RANKING_SAMPLES": "50000", "RANKING_ROWS": "16384",  # a third of them are enough for its target
-    }  # fmt: skip
-    words = [f"{name}={value}" for name, value in env.items()]
-
-    def run(command: str) -> str:
-        return run_plain(["env", *words, "bash", "-c", command], cwd=folder)
-
-    run("mpitrain data pack digits data/digits --validate 0.2")  # what `make train` does first
-    return run
-
-
-def make_sources(folder: Path) -> None:
-    """What the page on data packs: arrays, a folder of photos, a table, and WebDataset's archives."""
-    import io
-    import tarfile
-
-    import numpy as np
-
-    pil, pyarrow, parquet = (
-        pytest.importorskip(name) for name in ("PIL.Image", "pyarrow", "pyarrow.parquet")
-    )
-    draw = np.random.default_rng(0)
-    np.savez(folder / "samples.npz", x=draw.random((40, 3)), y=draw.integers(0, 2, 40))
-    parquet.write_table(
-        pyarrow.table({name: draw.random(40) for name in ("a", "b", "label")}), folder / "table.parquet"
-    )
-    photo = io.BytesIO()
-    pil.fromarray(draw.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(photo, "JPEG")
-    for name in ("cats", "dogs"):
-        (folder / "photos" / name).mkdir(parents=True)
-        for number in range(3):
-            (folder / "photos" / name / f"{number}.jpg").write_bytes(photo.getvalue())
-    for part in range(2):
-        with tarfile.open(folder / f"train-{part}.tar", "w") as tar:
-            for number in range(16):
-                for suffix, data in (("jpg", photo.getvalue()), ("cls", b"1")):
-                    info = tarfile.TarInfo(f"{part}{number:04}.{suffix}")
-                    info.size = len(data)
-                    tar.addfile(info, io.BytesIO(data))
+    return documented.Folder(tmp_path_factory.mktemp("printed")).run
 
 
 def trains_on_ranks(command):

@@ -18,8 +18,8 @@ Make one model of several finished runs, measure it beside its members on the
 job's validation data, and save it as a directory that `mpitrain predict`,
 `mpitrain export` and mt.load read. Runs are named, or chosen: those of the best
 three settings of a directory of runs, or of the best --top K; a setting's runs,
-which differ in seed and fold alone, stay together. With `mpitrain launch` the members are
-divided over the ranks, and each computes its own."""
+which differ in seed and fold alone, stay together. With `mpitrain launch` the
+members are divided over the ranks, and each computes its own."""
 
 _EPILOG = """\
 Members that were chosen on the data they are measured on look better than they

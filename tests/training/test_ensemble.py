@@ -377,6 +377,9 @@ def test_what_cannot_be_made_is_said_and_leaves_nothing(made, tmp_path, monkeypa
 
 def test_the_command_prints_members_beside_the_whole_in_80_columns(made, tmp_path, capsys):
     words = ["ensemble", *dirs(made, "a b c"), "-o", str(tmp_path / "e"), "--json", str(tmp_path / "f.json")]
+    assert main([*words[:4], "-o", str(tmp_path / "f" / "g" / "h")]) == 0  # with those above it
+    shutil.rmtree(tmp_path / "f")
+    capsys.readouterr()
     assert main(words) == 0
     said = capsys.readouterr().out.splitlines()
     record = json.loads((tmp_path / "f.json").read_text())

@@ -36,13 +36,15 @@ LoadMember = Callable[[Path, Job | str | Path | None], tuple[Job, nn.Module]]
 
 
 def check_new_directory(path: Path, overwrite: bool) -> None:
-    """Refuse a directory that exists, unless it holds an ensemble or a soup that may be replaced.
+    """Refuse a directory that exists, unless it holds an ensemble or a soup that may be replaced, and one that cannot
+    be made. Those above it are made with it, as those of a run are.
 
     Raises:
         UsageError: says why.
     """
     if not path.exists():
-        check_output(path, "-o")
+        above = next(folder for folder in path.absolute().parents if folder.exists())
+        check_output(above / path.name, "-o")
         return
     ours = any((path / name).is_file() for name in (ENSEMBLE_FILE, SOUP_FILE))
     if not ours:
@@ -58,6 +60,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     old = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
             make_private(temporary)
             yield temporary
             if path.exists():
