@@ -95,18 +95,26 @@ def machine() -> dict[str, Any]:
     model = next(
         (line.split(":")[1].strip() for line in cpus if line.startswith("model name")), platform.processor()
     )
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
     packages = {name: version(name) for name in ("torch", "mpi4py", "numpy")}
     return {
         "cpu": model,
         "num_cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
+        "commit": _commit(),
         **packages,
     }
+
+
+def _commit() -> str:
+    """The commit that runs here; `-dirty` where files differ from it, other than the results that were recorded."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/benchmarks/results")
+    return git("describe", "--always") + ("-dirty" if changed else "")
 
 
 def write_row(name: str, row: dict[str, Any]) -> None:
