@@ -134,7 +134,7 @@ SPARSE = {
 
 
 def job(name, batch_size=12, **changes):
-    fields = {"loss": square_loss, "optimizer": toy.sgd, "data": toy.Memory(num_samples=52)}
+    fields = {"loss": square_loss, "optimizer": toy.sgd, "data": toy.Memory(num_samples=28)}
     return toy.make_job(**fields | {"batch_size": batch_size, "epochs": 2} | (JOBS | SPARSE)[name] | changes)
 
 

@@ -98,7 +98,7 @@ def small_character_job(directory, **changes):
 
 
 def pack_some_topics(directory):
-    arrays = {name: array[:330] for name, array in load_source("topics").items()}
+    arrays = {name: array[:180] for name, array in load_source("topics").items()}
     pack(arrays, Path(directory) / "topics", PackOptions(0.2, None, None, 0), "topics")
 
 

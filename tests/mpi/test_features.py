@@ -64,6 +64,7 @@ WHOLE = ("allreduce()", "sharded()", "pipeline(microbatches=3)", "tensor()", "sh
 IN_BATCHES = ("allreduce()", "sharded()", "tensor()", "sharded(replicas=2)")
 ON_FOUR = WHOLE if ALL_CELLS else (WHOLE[0], WHOLE[-1])
 IN_BATCHES_ON_FOUR = IN_BATCHES if ALL_CELLS else IN_BATCHES[-1:]
+ACCUMULATED_ON_FOUR = tuple(ACCUMULATED) if ALL_CELLS else ("thrice, clipped",)
 
 
 def cell_name(feature, text):
@@ -77,7 +78,8 @@ def four(tmp_path_factory):
     runs["cell normed in bfloat16"] = (NORMED_ON[0], IN_BFLOAT16)
     for text in ON_FOUR:
         runs |= clipped((text,), (*clipped_on_four(text), "ema", "huge", "not"))
-    return launch(tmp_path_factory.mktemp("four"), 4, runs | accumulated(IN_BATCHES_ON_FOUR))
+    runs |= accumulated(IN_BATCHES_ON_FOUR, ACCUMULATED_ON_FOUR)
+    return launch(tmp_path_factory.mktemp("four"), 4, runs)
 
 
 ALIKE = ("shards", "dataset", "loader")
@@ -103,16 +105,16 @@ def clipped_on_two(text):
 
 
 def clipped_on_four(text):
-    """All, or one where two ranks have all."""
-    return LIKE_ONE_PROCESS if ALL_CELLS or text not in WHOLE[:-1] else ("both",)
+    """All, or one where two ranks have all, and of a split model what two ranks have of each."""
+    return clipped_on_two(text) if text not in WHOLE[:-1] else LIKE_ONE_PROCESS if ALL_CELLS else ("both",)
 
 
 def clipped(strategies, hows):
     return {f"{text} {how}": (text, CLIPPED[how]) for text in strategies for how in hows}
 
 
-def accumulated(strategies):
-    return {f"{text} {how}": (text, fields) for text in strategies for how, fields in ACCUMULATED.items()}
+def accumulated(strategies, hows=tuple(ACCUMULATED)):
+    return {f"{text} {how}": (text, ACCUMULATED[how]) for text in strategies for how in hows}
 
 
 def launch(path, num_ranks, runs):
@@ -177,10 +179,12 @@ def test_all_ranks_together_clip_and_schedule_as_one_process_with_the_whole_batc
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("how", ACCUMULATED)
 @pytest.mark.parametrize(
-    ("num_ranks", "text"),
-    [*(("two", text) for text in IN_BATCHES[:-1]), *(("four", text) for text in IN_BATCHES_ON_FOUR)],
+    ("num_ranks", "text", "how"),
+    [
+        *(("two", text, how) for text in IN_BATCHES[:-1] for how in ACCUMULATED),
+        *(("four", text, how) for text in IN_BATCHES_ON_FOUR for how in ACCUMULATED_ON_FOUR),
+    ],
 )
 def test_ranks_that_take_a_step_in_batches_are_one_process_with_the_whole_batch(
     num_ranks, text, how, request

@@ -68,7 +68,7 @@ def test_of_a_run_that_fails_no_order_stays(tmp_path):
 def test_replay_is_bit_for_bit_for_every_rule(runs, tmp_path):
     orders = set()
     for index, text in enumerate(STRATEGIES):
-        job = toy.make_job(optimizer=toy.sgd if index % 2 else toy.adam, epochs=4, batch_size=5)
+        job = toy.make_job(optimizer=toy.sgd if index % 2 else toy.adam, epochs=2, batch_size=5)
         replayed = simulate(
             job,
             parse(text, "strategy"),
@@ -92,7 +92,7 @@ def test_another_order_gives_other_parameters(runs, tmp_path):
     middle = next(i for i in range(len(order) // 2, len(order)) if order[i] != order[i + 1])
     order[middle], order[middle + 1] = order[middle + 1], order[middle]
     path.write_text(json.dumps(order))
-    job = toy.make_job(optimizer=toy.adam, epochs=4, batch_size=5)
+    job = toy.make_job(optimizer=toy.adam, epochs=2, batch_size=5)
     replayed = simulate(job, replay=str(tmp_path / "0"), run_dir=str(tmp_path / "v"), quiet=True)
     assert replayed["replay_identical"] is False and replayed["status"] == "fail"
 

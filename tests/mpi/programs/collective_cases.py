@@ -4,6 +4,7 @@ The inputs are small integers, exact in every dtype, so every order of adding gi
 are for equality. MPITRAIN_TEST_NODES=2,1 makes the ranks believe in nodes of 2 and 1 ranks.
 """
 
+import functools
 import os
 import random
 import socket
@@ -43,9 +44,14 @@ def kinds_of(dtype):
     return ("SUM", "AVG") if dtype.is_complex else ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
 
 
+@functools.lru_cache(4096)
+def draw(rank, count, salt):
+    return np.random.default_rng([rank, count, salt]).integers(0, 4, count)
+
+
 def values(rank, dtype, count, salt=0):
     """0 to 3, different on every rank; bool: half of them True; complex: with an imaginary part."""
-    drawn = np.random.default_rng([rank, count, salt]).integers(0, 4, count)
+    drawn = draw(rank, count, salt).copy()
     if dtype == torch.bool:
         return torch.from_numpy(drawn > 1)
     if dtype.is_complex:
