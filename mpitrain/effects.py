@@ -112,6 +112,15 @@ class Exchange(NamedTuple):
     num_bytes: Callable[[], float]
 
 
+def together(task: Callable[[], Any]) -> Exchange:
+    """One collective, which `task` calls, where the world answers what is brought by calling it."""
+
+    def rounds() -> Generator[Any, Any, Any]:
+        return (yield task)
+
+    return Exchange(rounds, float)
+
+
 class Begin(NamedTuple):
     """The all-reduce that this rank comes to next, of the same reduction, may begin; answered at once. Over MPI its
     first collective is under way from here on; in virtual time nothing is before the rank comes to it."""

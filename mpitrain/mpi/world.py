@@ -117,7 +117,7 @@ class MpiWorld:
     def start(self) -> None:
         """Listen to every peer; `advance` calls it first where nobody has."""
         self._started = True
-        if not self.engine.listens_to_each:
+        if self._peers and not self.engine.listens_to_each:
             self._listen_to_any()
             return
         for peer in self._peers.values():

@@ -12,6 +12,7 @@ from mpitrain.messages import Lease
 from mpitrain.simulation.workload import NUMBER_BYTES, Workload
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import Turn
+from mpitrain.strategies.sampling.step_partition import StepTurn
 
 
 class Bytes:
@@ -242,7 +243,7 @@ class EmptyReduction:
 class EmptyLocalReplica(_Steps):
     """A worker's model of no numbers under `localsgd`."""
 
-    validates = stopped = False
+    validates = validates_last = stopped = False
     measured_part = 0.0
 
     def __init__(self, strategy: LocalSGD, workload: Workload):
@@ -258,7 +259,7 @@ class EmptyLocalReplica(_Steps):
             + workload.optimizer_bytes * strategy.average_optimizer
         )
 
-    def local_step(self, turn: Turn) -> float:
+    def local_step(self, turn: StepTurn) -> float:
         """It takes its time, which the world knows."""
         self._averages_gradients = self.strategy.averages_gradients(self.memory)
         self._count = turn.num_samples
@@ -273,7 +274,7 @@ class EmptyLocalReplica(_Steps):
         """The averaging that is due."""
         return self._average() if self.strategy.on_step(self.memory, self._count) else None
 
-    def settle(self) -> None:
+    def settle_checkpoint(self) -> None:
         """A checkpoint may be due."""
         self.on_settled()
 

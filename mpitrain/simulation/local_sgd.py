@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpitrain.roles.local_sgd_worker import LocalSGDWorker
+from mpitrain.roles.step_worker import StepWorker
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.checkpoints import StepCheckpoints, parts_in_lockstep
 from mpitrain.simulation.replicas_in_one_process import MeansInOneProcess, make_replicas
 from mpitrain.strategies.local_sgd import LocalSGD
-from mpitrain.strategies.sampling.peer_partition import PeerPartition
+from mpitrain.strategies.sampling.step_partition import StepCourse, StepPartition
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.local_sgd.replica import LocalReplica
 
@@ -28,14 +28,13 @@ def simulate_local_sgd(virtual: VirtualRun) -> dict[str, Any]:
     means = MeansInOneProcess(strategy.wire, number)
     with job.data.reader(virtual.catalogue, job.seed) as reader:
         replicas = make_replicas(job, options.lr, module, means, reader.batch, num_samples, virtual.measure)
-        courses = [
-            PeerPartition(
-                num_samples, job.epochs, job.step_samples, number, rank, options.steps, job.drop_last
-            )
+        partitions = (
+            StepPartition(num_samples, job.step_samples, number, num_samples, job.drop_last, (rank,))
             for rank in range(number)
-        ]
+        )
+        courses = [StepCourse(partition, job.epochs, options.steps) for partition in partitions]
         workers = [
-            LocalSGDWorker(rank, course, replica, log, job.part_samples, virtual.cadence(rank))
+            StepWorker(rank, course, replica, log, job.part_samples, virtual.cadence(rank))
             for rank, (course, replica) in enumerate(zip(courses, replicas, strict=True))
         ]
         if virtual.checkpoints.are_due:
@@ -63,7 +62,7 @@ def simulate_local_sgd(virtual: VirtualRun) -> dict[str, Any]:
     return result
 
 
-def _counted(replicas: list[LocalReplica], course: PeerPartition) -> dict[str, Any]:
+def _counted(replicas: list[LocalReplica], course: StepCourse) -> dict[str, Any]:
     """What the run has come to, as the run over MPI reports it."""
     first = replicas[0]
     return {

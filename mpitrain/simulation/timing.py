@@ -22,8 +22,8 @@ from mpitrain.roles import Duties, FaultTolerantServer, Rhythm, Worker
 from mpitrain.roles.aggregator import Aggregator, summary
 from mpitrain.roles.bundles import bundled
 from mpitrain.roles.failure_detector.silence import SIGNS_S
-from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.roles.peer import Peer, PeerDuties
+from mpitrain.roles.step_worker import StepWorker
 from mpitrain.simulation.checkpoints import (
     Checkpoints,
     StateBytes,
@@ -53,6 +53,7 @@ from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.placement import Roles, assign_workers
 from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.strategies.sampling.peer_partition import PeerPartition
+from mpitrain.strategies.sampling.step_partition import StepCourse, StepPartition
 from mpitrain.strategies.schedules import Pace
 from mpitrain.strategies.ticks import Law, Ticks
 from mpitrain.system.trace import TraceSteps, file_name, switch
@@ -280,9 +281,16 @@ class _Timing:
     def local_sgd(self, strategy: LocalSGD) -> dict[str, Any]:
         """Workers that average now and then."""
         replicas = [EmptyLocalReplica(strategy, self.workload) for _ in range(self.number)]
-        courses = [self._course(rank) for rank in range(self.number)]
+        load = self.workload
+        partitions = (
+            StepPartition(
+                load.num_samples, load.step_samples, self.number, load.num_samples, load.drop_last, (rank,)
+            )
+            for rank in range(self.number)
+        )
+        courses = [StepCourse(partition, load.epochs, load.steps) for partition in partitions]
         workers = [
-            LocalSGDWorker(rank, course, replica, Quiet(), self.workload.part_samples)
+            StepWorker(rank, course, replica, Quiet(), load.part_samples)
             for rank, (course, replica) in enumerate(zip(courses, replicas, strict=True))
         ]
         if self.checkpoints.are_due:
@@ -304,12 +312,11 @@ class _Timing:
     def _all_reduces(self, ranks: Sequence[int], num_ranks: int) -> AllReduces:
         return all_reduces(ranks, _nobody_asks, self.network, num_ranks)
 
-    def _course(self, rank: int, strategy: Decentralized | None = None) -> PeerPartition:
+    def _course(self, rank: int, strategy: Decentralized) -> PeerPartition:
         load = self.workload
-        warmup = {} if strategy is None else {"warmup": strategy.warmup}
         return PeerPartition(
             load.num_samples, load.epochs, load.step_samples, self.number, rank, load.steps, load.drop_last,
-            **warmup,
+            strategy.warmup,
         )  # fmt: skip
 
     def _run(self, roles: Sequence[Role], together: AllReduces | None = None) -> list[dict[str, Any]]:

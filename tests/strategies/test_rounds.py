@@ -11,7 +11,9 @@ from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.roles.server.leases import Leases
 from mpitrain.strategies import Hybrid, Sync
 from mpitrain.strategies.sampling.dealer import BatchDealer, share_out
-from mpitrain.strategies.sampling.step_partition import StepPartition
+from mpitrain.strategies.sampling.epoch_steps import CutSteps, EpochSteps, Layout
+from mpitrain.strategies.sampling.peer_partition import PeerPartition
+from mpitrain.strategies.sampling.step_partition import StepCourse, StepPartition
 
 SIZES = {
     "num_samples": st.integers(1, 400),
@@ -213,6 +215,46 @@ def test_within_one_window_rounds_are_contiguous_global_batches(
             expected.append([share_out(start, count, num_workers, worker) for worker in range(num_workers)])
     rounds = StepPartition(num_samples, batch_size, num_workers, max(window, num_samples), drop_last)
     assert [[lease[1:3] for lease in leases] for leases in drain(rounds)] == expected
+
+
+@given(
+    num_samples=st.integers(1, 60), batch_size=st.integers(1, 9), num_workers=st.integers(1, 6),
+    drop_last=st.booleans(), cursor=st.integers(0, 60),
+)  # fmt: skip
+def test_what_is_cut_from_one_run_is_what_is_dealt_of_one_window(
+    num_samples, batch_size, num_workers, drop_last, cursor
+):
+    layout, workers = Layout({}, min(cursor, num_samples)), range(num_workers)
+    assume(num_samples >= num_workers)
+    dealt = EpochSteps(num_samples, batch_size, num_workers, num_samples, drop_last, layout, workers)
+    cut, number = CutSteps(num_samples, batch_size, num_workers, drop_last, layout, workers), 0
+    while (step := dealt.step(number, 2)) is not None:
+        assert cut.step(number, 2) == step and cut.num_left(number) == dealt.num_left(number)
+        number += 1
+    assert cut.step(number, 2) is None and cut.num_left(number) == dealt.num_left(number)
+
+
+@given(
+    num_samples=st.integers(1, 60), num_epochs=st.integers(1, 3), batch_size=st.integers(1, 9),
+    num_workers=st.integers(1, 6), drop_last=st.booleans(), num_steps=st.none() | st.integers(1, 30),
+)  # fmt: skip
+def test_a_course_takes_the_turns_of_peers_and_knows_when_the_last_is_taken(
+    num_samples, num_epochs, batch_size, num_workers, drop_last, num_steps
+):
+    assume(num_samples >= num_workers)
+    rank = num_workers - 1
+    sizes = num_samples, batch_size, num_workers, num_samples, drop_last, (rank,)
+    course = StepCourse(StepPartition(*sizes), num_epochs, num_steps)
+    peer = PeerPartition(num_samples, num_epochs, batch_size, num_workers, rank, num_steps, drop_last)
+    while course.goes_on:
+        ahead, turn = peer.peek(), course.next_turn()
+        assert course.has_step is (peer.peek() is not None) or turn is not None
+        if turn is not None:
+            expected = peer.next()
+            assert expected == ahead and course.has_step is (peer.peek() is not None)
+            assert (turn.step, turn.lease, turn.epoch) == (expected.step, expected.lease, expected.epoch)
+            assert turn.num_samples == expected.num_samples
+    assert peer.next() is None and course.num_left_out == peer.num_left_out
 
 
 def dealt_by_server(strategy, rounds, num_samples, num_rounds, drop_last, window):

@@ -18,7 +18,14 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from mpitrain.messages import Lease
-from mpitrain.strategies.sampling.dealer import Run, cut_evenly, joined, laid_out, stretch_length
+from mpitrain.strategies.sampling.dealer import (
+    Run,
+    cut_evenly,
+    joined,
+    laid_out,
+    share_out,
+    stretch_length,
+)
 
 
 class Layout(NamedTuple):
@@ -319,3 +326,35 @@ class EpochSteps:
 def _one(first: int, start: int, end: int) -> _Segment:
     """A single stretch."""
     return _Segment(first, start, end, max(1, end - start), 0)
+
+
+class CutSteps:
+    """The same where all samples are read together: everybody's share is cut from one run of them. Arguments as of
+    `EpochSteps`, whose layout has no stretches."""
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        num_workers: int,
+        drop_last: bool,
+        layout: Layout,
+        workers: Sequence[int],
+    ):
+        self.layout, self.num_workers, self.workers = layout, num_workers, workers
+        self._full, self._end = num_workers * batch_size, num_samples
+        self._least = self._full if drop_last and num_samples >= self._full else num_workers
+
+    def step(self, number: int, epoch: int) -> Step | None:
+        """As of `EpochSteps`."""
+        count = min(self._full, self.num_left(number))
+        if count < self._least:
+            return None
+        shares = (
+            share_out(self._end - self.num_left(number), count, self.num_workers, one) for one in self.workers
+        )
+        return Step(tuple(Lease(epoch, *share) for share in shares), count, -(-count // self.num_workers))
+
+    def num_left(self, number: int) -> int:
+        """As of `EpochSteps`."""
+        return max(0, self._end - self.layout.cursor - number * self._full)

@@ -10,10 +10,11 @@ and no other's (`epoch_steps.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from mpitrain.messages import Lease
 from mpitrain.strategies.sampling.dealer import Run, check_batch_size, check_position, laid_out
-from mpitrain.strategies.sampling.epoch_steps import EpochSteps, Layout, Step
+from mpitrain.strategies.sampling.epoch_steps import CutSteps, EpochSteps, Layout, Step
 
 UNTOUCHED = Layout({}, 0)
 
@@ -44,7 +45,11 @@ class StepPartition:
         self._whole = self._steps = self._steps_from(UNTOUCHED)  # of a whole epoch, and of this one
         self._num_taken = self._num_settled = 0  # steps of `_steps`
 
-    def _steps_from(self, layout: Layout) -> EpochSteps:
+    def _steps_from(self, layout: Layout) -> EpochSteps | CutSteps:
+        if self.window_samples >= self.num_samples and not layout.stretches:
+            return CutSteps(
+                self.num_samples, self.batch_size, self.num_workers, self.drop_last, layout, self.workers
+            )
         return EpochSteps(
             self.num_samples, self.batch_size, self.num_workers, self.window_samples, self.drop_last, layout,
             self.workers,
@@ -106,6 +111,67 @@ class StepPartition:
             layout, num_steps = Layout(*laid_out(left, self.num_samples)), 0
         self._steps = self._whole if layout == UNTOUCHED else self._steps_from(layout)
         self._num_taken = self._num_settled = num_steps
+
+
+class StepTurn(NamedTuple):
+    """One step of all workers: `leases` of those that were asked for, `num_samples` of all, of whom none has more than
+    `largest`."""
+
+    step: int
+    epoch: int
+    leases: tuple[Lease, ...]
+    num_samples: int
+    largest: int
+
+    @property
+    def lease(self) -> Lease:
+        """The first of them: of a rank that asks for its own alone, its own."""
+        return self.leases[0]
+
+
+class StepCourse:
+    """The steps of a run, epoch after epoch, until all are taken.
+
+    Args:
+        partition: of the epochs.
+        num_epochs: how many; num_steps: take so many steps instead, however many epochs that takes.
+    """
+
+    def __init__(self, partition: StepPartition, num_epochs: int, num_steps: int | None = None):
+        self.partition, self.num_epochs, self.num_steps = partition, num_epochs, num_steps
+        self.step = self.num_left_out = 0
+
+    @property
+    def epoch(self) -> int:
+        """Whole epochs that are over."""
+        return self.partition.epoch
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether steps are left, or the end of an epoch."""
+        return self.epoch < self.num_epochs if self.num_steps is None else self.step < self.num_steps
+
+    @property
+    def has_step(self) -> bool:
+        """Whether steps are left."""
+        if self.num_steps is not None or self.epoch + 1 < self.num_epochs:
+            return self.goes_on
+        return self.goes_on and self.partition.peek() is not None
+
+    def next_turn(self) -> StepTurn | None:
+        """The next step, to be settled before another is taken; None at the end of an epoch."""
+        step = self.partition.take()
+        if step is None:
+            self.num_left_out += self.partition.next_epoch()
+            return None
+        self.step += 1
+        return StepTurn(self.step - 1, self.epoch, *step)
+
+    def restore(self, counts: dict[str, Any], position: dict[str, Any]) -> None:
+        """Continue where "step" steps are taken and "left_out" samples left out, at a `position` in the data that the
+        partition's `state` returned; errors as there."""
+        self.partition.restore(position)
+        self.step, self.num_left_out = counts["step"], counts["left_out"]
 
 
 def _left_at(

@@ -8,12 +8,12 @@ rank waits for another one inside a forward or backward pass: then replicas that
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
+from mpitrain.effects import Exchange, together
 from mpitrain.job import Job
 from mpitrain.model.optimizer import Rates
 from mpitrain.threads.ranks import ThreadRanks
@@ -53,7 +53,7 @@ class ThreadStepper(WeighsAtLast):
 
     Args:
         job, num_replicas, epoch_samples, random_key, where: as for a `Stepper`.
-        sums: of all ranks; computing: is held while this rank computes.
+        sums: of all ranks.
     """
 
     def __init__(
@@ -64,22 +64,28 @@ class ThreadStepper(WeighsAtLast):
         random_key: int,
         where: Callable[[], str],
         sums: Sums,
-        computing: Callable[[], AbstractContextManager[None]],
     ):
         super().__init__(job, num_replicas, epoch_samples, random_key, where)
-        self.sums, self.computing = sums, computing
+        self.sums = sums
 
     def train(self, module: nn.Module, rates: Rates, parallel: ParallelModule | None = None) -> None:
         super().train(module, rates, parallel)
         self._shared = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
-    def compute(self, parts: Parts, share: int, count: int) -> float:
+    def take(self, parts: Parts, share: int, count: int) -> float:
+        """The first half of it, while the world may hold the lock of random numbers; `reduce_gradients` the second."""
         self.weight = None
-        with self.computing():
-            value = super().compute(parts, share, count)
+        value = self.compute(parts, share, count)
+        self._computed = value, share, count
+        return value
+
+    def reduce_gradients(self) -> Exchange:
+        return together(self._use_mean)
+
+    def _use_mean(self) -> None:
         check_used(self.job, self.module, self._shared)
         self._reduce()
-        return value
+        self.update(*self._computed)
 
     @torch.no_grad()
     def _reduce(self) -> None:
@@ -129,7 +135,7 @@ class ThreadTrainer(Trainer):
         session, ranks = self.session, threads_of(self.session)
         stepper = ThreadStepper(
             session.job, self.num_workers, session.catalogue.num_samples, self.rank, ranks.where,
-            ranks.sums(), ranks.computing,
+            ranks.sums(),
         )  # fmt: skip
         stepper.train(self.module, self.rates)
         return stepper

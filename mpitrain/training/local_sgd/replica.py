@@ -16,7 +16,7 @@ import torch
 from mpitrain.effects import Exchange
 from mpitrain.job import Job
 from mpitrain.messages import Lease
-from mpitrain.strategies.sampling.peer_partition import Turn
+from mpitrain.strategies.sampling.step_partition import StepTurn
 from mpitrain.training.local_sgd.averager import Ask, Asking, Averager
 from mpitrain.training.synchronous.stepper import Parts, Stepper
 from mpitrain.training.validation import Measure, Part, holding
@@ -58,6 +58,8 @@ class LocalReplica(Stepper):
         self._mean: list[torch.Tensor] = []
         self._observed: Part = []
 
+    validates_last = False  # but the last averaging, which ends the run
+
     # ---- what the role asks for
 
     @property
@@ -65,11 +67,10 @@ class LocalReplica(Stepper):
         """Whether a gradient that was not finite ends the run, or a validation has."""
         return bool(self.failure) or self.ended
 
-    def local_step(self, turn: Turn) -> float:
+    def local_step(self, turn: StepTurn) -> float:
         """Forward and backward over the turn's lease, and the optimizer's step unless gradients are yet to be averaged;
         returns the loss."""
         lease = turn.lease
-        assert lease is not None
         value = self.compute(self.fetch(lease), lease.num_samples, turn.num_samples)
         self._computed, self._count = (value, lease.num_samples, turn.num_samples), turn.num_samples
         if not self.averages_gradients or self.parallel is not None:
@@ -87,7 +88,7 @@ class LocalReplica(Stepper):
         due = self.averager.end_step(self._count)
         return Exchange(self._average, self.averager.num_bytes) if due else None
 
-    def settle(self) -> None:
+    def settle_checkpoint(self) -> None:
         """The step is over and reported."""
         self.on_settled()
 

@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 
-from mpitrain.messages import Kind
-from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.strategies.local_sgd import LocalSGD
-from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.training.local_sgd.averager import Ask, Averager
 from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.resume_options import describe_optimizer
@@ -44,23 +41,22 @@ class LocalSGDTrainer(CopyingTrainer):
         self.averager = Averager(self.module, self.optimizer, strategy, collectives=self.collectives)
         replica = LocalReplica(
             self.averager, self._parts, session.job, self.num_workers, session.catalogue.num_samples,
-            self.rank, session.runtime.where, self.measure,
+            self.rank, session.runtime.where, self.set_measure,
         )  # fmt: skip
         replica.train(self.module, self.rates, self._make_first() if strategy.start else None)
-        replica.on_settled = self._settle
+        replica.on_settled = self.settle_checkpoint
         return replica
 
     def _make_first(self) -> ParallelModule | None:
         """What averages gradients in the backward pass, as long as all step together."""
         return self._make_parallel()
 
+    @property
+    def replica(self) -> LocalReplica:
+        return self.stepper
+
     def run(self) -> None:
-        """Run the worker's role to the end of the course, or until a gradient is not finite or the run is asked to
-        end."""
-        world = self.session.runtime.make_world((), _no_payload, reduce=self._reduce)
-        world.run(
-            LocalSGDWorker(self.rank, self, self.stepper, self.meter, validations=self.validations).run()
-        )
+        super().run()
         self._remember()
         self.ended_out_of_turn = self.stepper.ended_apart
         if self.stepper.ended:
@@ -70,15 +66,6 @@ class LocalSGDTrainer(CopyingTrainer):
         if ask.part is not None:
             return gather_parts(self.session.runtime, ask.part)
         return self.averager.reduce(ask)
-
-    def next(self) -> Turn | None:
-        """The next step, or None at the end."""
-        while self._goes_on:
-            if (taken := self._take_leases()) is not None:
-                lease, count = taken.leases[0], taken.num_samples
-                step, samples = self.stepper.step, self.stepper.samples
-                return Turn(step, lease, lease.epoch, count, samples, self.num_workers)
-        return None
 
     def _alike(self) -> list[tuple[str, torch.Tensor]]:
         return self.averager.held_alike()
@@ -144,7 +131,3 @@ class LocalSGDTrainer(CopyingTrainer):
         outcome = super().outcome()
         outcome["detail"] |= {"drift": self.averager.drift, "nonfinite": self.stepper.local_nonfinite}
         return outcome
-
-
-def _no_payload(source: int, kind: Kind) -> Any:
-    raise AssertionError(f"rank {source} sent a {kind.name}: workers under local SGD send no messages")

@@ -82,6 +82,7 @@ class SplitRun(Stepper):
         self.num_steps = session.overrides.steps or per_epoch * job.epochs
         self.meter = Meter(session.report, num_warmup(self.num_steps))
         self.epoch = self.cursor = self.left_out = 0
+        trace.watch_steps(self, "take")
         self.checkpoint_grid = grid  # ranks in one column write the same; a row is all parts of the model
 
     # ---- what subclasses do

@@ -175,6 +175,6 @@ class JointTrainer(CopyingTrainer):
         stepper.train(self.module, self.rates)
         return stepper
 
-    def _progress_fields(self) -> dict[str, float]:
+    def statistics(self) -> dict[str, float]:
         assert isinstance(self.stepper, JointStepper)
         return {f"loss_{name}": value for name, value in self.stepper.losses.items()}

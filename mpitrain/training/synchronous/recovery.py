@@ -45,7 +45,7 @@ class Retrainable(Protocol):
     def outcome(self) -> dict[str, Any]:
         """What this rank knows of the run."""
 
-    def keep(self) -> RecoveryState:
+    def keep_state(self) -> RecoveryState:
         """What this rank goes on from, once the checkpoints under way are written."""
 
 
@@ -120,7 +120,7 @@ class Survivors:
     def _drop_trainer(self) -> None:
         """Drop the trainer: while its DDP lives, its hooks hang on the parameters."""
         if self.trainer is not None:
-            self.kept = self.trainer.keep()
+            self.kept = self.trainer.keep_state()
             self.trainer = None
         self.session.in_emergency("ranks have died, and the others have not yet begun anew")
         gc.collect()

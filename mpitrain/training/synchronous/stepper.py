@@ -26,6 +26,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from mpitrain.effects import Exchange
 from mpitrain.job import Job
 from mpitrain.model.accumulation import MeanLoss, scale_gradients
 from mpitrain.model.ema import Averaged
@@ -90,7 +91,6 @@ class Stepper:
             self, compute=("gradient", trace.COMPUTE), forward=("forward", trace.COMPUTE),
             judge=("is it finite", trace.OTHER), use_gradient=("optimizer", trace.OPTIMIZER),
         )  # fmt: skip
-        trace.watch_steps(self, "take")
 
     def train(self, module: nn.Module, rates: Rates, parallel: ParallelModule | None = None) -> None:
         """Step this module with the optimizer of `rates`."""
@@ -105,6 +105,10 @@ class Stepper:
         """One step on this rank's `share` samples of the `count` of all ranks; returns the loss to report."""
         value = self.compute(parts, share, count)
         return self.update(value, share, count)
+
+    def reduce_gradients(self) -> Exchange | None:
+        """What is still to be exchanged, and done, after `take`; None: the backward pass has exchanged everything."""
+        return None
 
     def compute(self, parts: Parts, share: int, count: int) -> float:
         """The first half: forward and backward. Returns this rank's loss."""

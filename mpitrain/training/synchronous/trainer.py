@@ -1,4 +1,4 @@
-"""The synchronous run: torch's DistributedDataParallel over our process group.
+"""The synchronous run: torch's DistributedDataParallel over our process group, stepped by the role of a worker.
 
 Invariants: all ranks take the same steps in the same order; whether a step is finite is read off the
 reduced gradient, which is the same bits everywhere, so no extra message decides it. Batches are dealt as a server
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.messages import Lease
+from mpitrain.effects import Exchange, together
+from mpitrain.messages import Kind, Lease
 from mpitrain.model.accumulation import LeaseReader, read_alike
 from mpitrain.model.in_place import held_alike
 from mpitrain.model.optimizer import Rates
-from mpitrain.strategies.sampling.epoch_steps import Step
-from mpitrain.strategies.sampling.step_partition import StepPartition
+from mpitrain.roles.step_worker import StepReplica, StepWorker
+from mpitrain.strategies.sampling.step_partition import StepCourse, StepPartition, StepTurn
 from mpitrain.system import trace
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.judge import why_not_finite
@@ -47,12 +48,13 @@ from mpitrain.training.validation_parts import measure_together
 
 
 class Trainer:
-    """The run of one rank: which batches its stepper takes, validations, checkpoints, and the outcome. `rates`: of the
-    optimizer that steps, as it was when the run began.
+    """The run of one rank: what the role of a worker asks for (its course, steps, validations, checkpoints), and the
+    outcome. `rates`: of the optimizer that steps, as it was when the run began.
     """
 
     # each rank reads windows of its own; otherwise all share one run of the order, round by round
     by_window = True
+    validates_last = True
     ended_out_of_turn = False  # as `StepCheckpoints.finish` has it
 
     def __init__(
@@ -68,13 +70,12 @@ class Trainer:
         self.device = device
         self.leases = LeaseReader(reader.batch, reader.prefetch, session.job.part_samples)
         self.rank, self.num_workers = session.runtime.rank, session.runtime.size
-        self.limited = session.overrides.steps is not None
         self.delay = (kept and kept.delay) or InjectedDelay(
             session.straggler(), module.parameters(), session.runtime.fail
         )
         job = session.job
         self.validations = session.validations(steps_end_it=True)
-        self.measure = make_measure(
+        self.set_measure = make_measure(
             job, module, session.validation, device, session.runtime.stamp, self.validations
         )
         self.collectives = self._make_collectives()
@@ -83,12 +84,12 @@ class Trainer:
         per_epoch = -(-session.catalogue.num_samples // (job.step_samples * self.num_workers))
         self.num_steps = session.overrides.steps or per_epoch * job.epochs
         self.meter = Meter(session.report, num_warmup(self.num_steps))
-        self.epoch = self.left_out = 0
         catalogue = session.catalogue
         window = catalogue.window_samples if self.by_window else catalogue.num_samples
-        self.partition = StepPartition(
+        partition = StepPartition(
             catalogue.num_samples, job.step_samples, self.num_workers, window, job.drop_last, (self.rank,)
         )
+        self.course = StepCourse(partition, job.epochs, session.overrides.steps)
         self.replicas = self._make_guard()
         self.checkpoints = self._make_checkpoints()
         self.checkpoints.before_writing = self._compare
@@ -108,10 +109,7 @@ class Trainer:
         self.stepper.before_forward, self.stepper.before_update = self.delay.begin, self._before_update
         self._remember()
         trace.watch(self.meter, progress=("report", trace.OTHER))
-        trace.watch(
-            self, _take_leases=("take leases", trace.OTHER), _settle=("settle", trace.OTHER),
-            _look_at_validation=("validate", trace.OTHER),
-        )  # fmt: skip
+        trace.watch(self, next_turn=("take leases", trace.OTHER), settle_checkpoint=("settle", trace.OTHER))
 
     def _make_guard(self) -> ReplicaGuard:
         session = self.session
@@ -127,7 +125,6 @@ class Trainer:
 
     def _clock_validations(self) -> None:
         """Where the job counts seconds, the ranks agree on when they validate."""
-        self.validations.begin(self.epoch, self.stepper.samples)
         if self.validations.counts_seconds:
             self.validations.agreed = self.checkpoints.validates_now
             self.checkpoints.wants_validation = self.validations.time_is_up
@@ -170,16 +167,16 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Everything the run goes on from; the same on all ranks."""
-        stepper = self.stepper
+        stepper, course = self.stepper, self.course
         counts = {
-            "epoch": self.epoch, "step": stepper.step, "samples": stepper.samples,
-            "nonfinite": stepper.nonfinite, "left_out": self.left_out,
+            "epoch": course.epoch, "step": stepper.step, "samples": stepper.samples,
+            "nonfinite": stepper.nonfinite, "left_out": course.num_left_out,
         }  # fmt: skip
         return {
             "module": self.module.state_dict(),
             "optimizer": self.rates.state(),
             "counts": counts,
-            "rounds": self.partition.state(),
+            "rounds": course.partition.state(),
             **stepper.updates.pace.state(stepper.samples),
             "ema": stepper.updates.ema.state() if stepper.updates.ema else [],
         }
@@ -189,17 +186,16 @@ class Trainer:
         self.module.load_state_dict(state["module"])
         self.rates.restore(state["optimizer"])
         counts, stepper = state["counts"], self.stepper
-        self.epoch, self.left_out = counts["epoch"], counts["left_out"]
+        self.course.restore(counts, state["rounds"])
         stepper.step, stepper.samples = counts["step"], counts["samples"]
         stepper.nonfinite = counts["nonfinite"]
-        self.partition.restore(state["rounds"])
         go_on(self.session, stepper.updates.pace, state.get("ticks"), stepper.samples)
         if stepper.updates.ema is not None:
             stepper.updates.ema.restore(state.get("ema"))
         warmup = num_warmup(self.num_steps - stepper.step)
         self.meter = Meter(self.session.report, warmup, stepper.samples, stepper.step)
 
-    def keep(self) -> RecoveryState:
+    def keep_state(self) -> RecoveryState:
         """What this rank goes on from should others have died in this step: everything as when all last held the same,
         here after the step before."""
         self.checkpoints.writer.wait()
@@ -214,19 +210,19 @@ class Trainer:
         return RecoveryState(step, failure, state, before, own, self.delay, meter, validating)
 
     def run(self) -> None:
-        """Epochs until all are done, `--steps` is reached, a step is not finite or the run is asked to end."""
-        self._look_at_validation(self.epoch + (not self.validations.policy.epochs))  # one that was broken off
-        self._look_at_end()
-        while self._goes_on:
-            self._epoch()
-            if self._goes_on:
-                self._look_at_validation(self.epoch)
+        """Run the worker's role to the end of the course, or until a gradient is not finite or the run is asked to
+        end."""
+        world = self.session.runtime.make_world((), _no_payload, reduce=self._reduce)
+        world.run(StepWorker(self.rank, self, self.replica, self.meter, validations=self.validations).run())
 
     @property
-    def _goes_on(self) -> bool:
-        """Whether there are steps left to take, and the run is not to end before them."""
-        left = self.stepper.step < self.num_steps if self.limited else self.epoch < self.session.job.epochs
-        return left and not self._over
+    def replica(self) -> StepReplica:
+        """What the role asks for all but its course."""
+        return self
+
+    def _reduce(self, task: Any) -> Any:
+        """A collective, which is its own question."""
+        return task()
 
     @property
     def _over(self) -> bool:
@@ -250,28 +246,55 @@ class Trainer:
         if self.hook is not None and self.session.runtime.survives_shrink:
             self._own_before = self.hook.state()
 
-    def _epoch(self) -> None:
-        stepper = self.stepper
-        while self._goes_on and (step := self._take_leases()) is not None:
-            lease = step.leases[0]
-            value = stepper.take(self._parts(lease, step.largest), lease.num_samples, step.num_samples)
-            self.meter.progress(
-                stepper.samples, stepper.step, lease.epoch + 1, value, **self._progress_fields()
-            )
-            self._settle()
-            if self._goes_on:
-                self._look_at_validation(self.epoch + 1)
+    # ---- the course, as the role asks for it
 
-    def _take_leases(self) -> Step | None:
+    @property
+    def epoch(self) -> int:
+        """Whole epochs that are over."""
+        return self.course.epoch
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there are steps left to take, and the run is not to end before them."""
+        return self.course.goes_on and not self._over
+
+    @property
+    def has_step(self) -> bool:
+        """Whether there is a step left."""
+        return self.course.has_step
+
+    def next_turn(self) -> StepTurn | None:
         """This rank's lease of the next step; None where the epoch has come to its end."""
         with self.checkpoints.guard.changing():
-            step = self.partition.take()
-            following = self.partition.peek() if step else None
-            if step is None:
-                self.left_out, self.epoch = self.left_out + self.partition.next_epoch(), self.epoch + 1
+            turn = self.course.next_turn()
+        following = self.course.partition.peek() if turn else None
         if following is not None:
             self.leases.announce(following.leases[0])
-        return step
+        return turn
+
+    # ---- what else it asks for
+
+    @property
+    def samples(self) -> int:
+        """That all have trained on."""
+        return self.stepper.samples
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run is to end."""
+        return self._over
+
+    def local_step(self, turn: StepTurn) -> float:
+        """A step on this rank's batches; returns the loss."""
+        lease = turn.lease
+        return self.stepper.take(self._parts(lease, turn.largest), lease.num_samples, turn.num_samples)
+
+    def reduce_gradients(self) -> Exchange | None:
+        """What the stepper has not done in its step."""
+        return self.stepper.reduce_gradients()
+
+    def end_step(self) -> None:
+        """All hold the same."""
 
     def _parts(self, lease: Lease, largest: int = 0) -> Parts:
         """The batches of the step that begins, in which no rank has more than `largest` samples."""
@@ -283,16 +306,16 @@ class Trainer:
         for read, num_samples in parts:
             yield {name: x.to(self.device, non_blocking=True) for name, x in read.items()}, num_samples
 
-    def _settle(self) -> None:
+    def settle_checkpoint(self) -> None:
         """The step is over and reported."""
-        self.partition.settle()
+        self.course.partition.settle()
         if self._may_write_checkpoint():
             self._remember()
             self.checkpoints.after_step(self.stepper.step, self.stepper.samples)
             attempt(self.session.runtime, self.replicas.after_step)  # the step is whole, whoever dies in here
         self.stepper.compute_s += self.delay.take()
 
-    def _progress_fields(self) -> dict[str, float]:
+    def statistics(self) -> dict[str, float]:
         """Further numbers for a row of progress."""
         return self.hook.statistics(with_norm=False) if self.hook else {}
 
@@ -304,29 +327,47 @@ class Trainer:
         self.meter.event("codec", **statistics)
         return {"codec": {"name": str(self.hook.codec), **statistics}}
 
-    def _look_at_validation(self, epoch: int) -> None:
-        """Validate together, where it is time to; `epoch` is the one to report, counted from 1."""
-        samples = self.stepper.samples
-        if self.validations.is_due(self.epoch, samples):
-            if self.measure is not None:
-                self.session.runtime.barrier()  # others may still be training, and waiting for them is no pause
-                self._compare()
-                with trace.span("validate", trace.OTHER):
-                    self.meter.validation(lambda: self._measured(samples), epoch, samples)
-            self.validations.done()
-            self._look_at_end()
+    @property
+    def validates(self) -> bool:
+        """Whether there is something to validate on."""
+        return self.session.validation is not None
+
+    measured_part = 1.0
+
+    def reduce_mean(self) -> Exchange:
+        """Others may still be training, and waiting for them is no pause."""
+
+        def meet() -> None:
+            self.session.runtime.barrier()
+            self._compare()
+
+        return together(meet)
+
+    def measure(self) -> None:
+        """Validate together."""
+        self._metrics = self._measured(self.stepper.samples)
+
+    def gather_measured(self) -> None:
+        """It has been."""
+
+    def conclude(self) -> dict[str, float]:
+        """What was measured, on rank 0."""
+        return self._metrics
+
+    def agree_to_end(self, ends: bool) -> Exchange:
+        """The first rank knows whether a validation has ended the run."""
+        return together(lambda: self.checkpoints.end_early(ends, self.stepper.samples))
+
+    def finish(self) -> None:
+        """All hold the same."""
 
     def _measured(self, samples: int | None) -> dict[str, float]:
         """Figures of the model, on rank 0; collective."""
-        if self.measure is None:
+        if self.set_measure is None:
             return {}
         averaged = self.stepper.averaged()
         with self.checkpoints.guard.changing() if averaged else contextlib.nullcontext():
-            return measure_together(self.session.runtime, self.measure, samples, averaged)
-
-    def _look_at_end(self) -> None:
-        if self.validations.may_end:
-            self.checkpoints.end_early(self.rank == 0 and self.validations.over, self.stepper.samples)
+            return measure_together(self.session.runtime, self.set_measure, samples, averaged)
 
     def outcome(self) -> dict[str, Any]:
         """Counts of this rank; rank 0 adds the metrics and saves the model, whatever happened."""
@@ -353,7 +394,7 @@ class Trainer:
             counts: dict[str, Any] = {
                 "accepted": self.stepper.step - self.stepper.nonfinite,
                 "nonfinite": self.stepper.nonfinite,
-                "samples_left_out": self.left_out,
+                "samples_left_out": self.course.num_left_out,
             }
             counts |= self._counts() | self.validations.result()
             model = str(self.session.run_dir / MODEL_FILE)
@@ -381,7 +422,7 @@ class CopyingTrainer(Trainer):
         if self.session.runtime.survives_shrink:
             self._common = copied(self.state())
 
-    def keep(self) -> RecoveryState:
+    def keep_state(self) -> RecoveryState:
         self.checkpoints.writer.wait()
         meter, step = self.meter if self.rank == 0 else None, self._common["counts"]["step"]
         # the copy is of before the end of an epoch, at which a validation comes by itself
@@ -389,3 +430,7 @@ class CopyingTrainer(Trainer):
         return RecoveryState(
             step, self.stepper.failure, self._common, delay=self.delay, meter=meter, validating=validating
         )
+
+
+def _no_payload(source: int, kind: Kind) -> Any:
+    raise AssertionError(f"rank {source} sent a {kind.name}: workers that step together send no messages")

@@ -1,7 +1,7 @@
-"""A worker under local SGD: it trains by itself, and now and then takes the mean with all others.
+"""A worker among those that all take the same steps, whatever family of strategies they train under.
 
-Invariants: what is reduced only the replica knows, and when only its strategy; all workers take the same steps, and so
-come to the same all-reduces. The role is the same over MPI and in virtual time.
+Invariants: what is exchanged only the replica knows, and when only its strategy; all workers take the same steps, and
+so come to the same all-reduces. The role is the same over MPI, in threads and in virtual time.
 """
 
 from __future__ import annotations
@@ -12,29 +12,41 @@ from typing import Any, Protocol
 from mpitrain.effects import AllReduce, Compute, Effect, Now, Reduction, Role
 from mpitrain.messages import num_parts
 from mpitrain.roles.protocols import Report
-from mpitrain.strategies.sampling.peer_partition import Turn
+from mpitrain.strategies.sampling.step_partition import StepTurn
 from mpitrain.strategies.validation_policy import ValidationCadence
 
 
 class Course(Protocol):
     """Which steps a worker takes."""
 
-    epoch: int
-
-    def next(self) -> Turn | None:
-        """The next step, or None at the end."""
-
-
-class LocalReplica(Protocol):
-    """A worker's model and data, opaque to the role."""
-
-    samples: int
+    @property
+    def epoch(self) -> int:
+        """Whole epochs that are over."""
 
     @property
-    def validates(self) -> bool:
-        """Whether there is something to validate on."""
+    def goes_on(self) -> bool:
+        """Whether steps are left, or the end of an epoch."""
 
-    def local_step(self, turn: Turn) -> float:
+    @property
+    def has_step(self) -> bool:
+        """Whether steps are left."""
+
+    def next_turn(self) -> StepTurn | None:
+        """The next step, or None at the end of an epoch."""
+
+
+class StepReplica(Protocol):
+    """A worker's model and data, opaque to the role."""
+
+    @property
+    def samples(self) -> int:
+        """That all have trained on."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run is to end: a gradient was not finite, a validation has ended it, or somebody has asked."""
+
+    def local_step(self, turn: StepTurn) -> float:
         """Forward and backward over the turn's lease, and a step of its own where it is one; returns the loss."""
 
     def reduce_gradients(self) -> Reduction | None:
@@ -43,24 +55,35 @@ class LocalReplica(Protocol):
     def end_step(self) -> Reduction | None:
         """The averaging that is due after this step."""
 
-    def settle(self) -> None:
-        """The step is over and reported."""
+    def statistics(self) -> dict[str, float]:
+        """What there is to report in a row of progress."""
+
+    def settle_checkpoint(self) -> None:
+        """The step is over and reported: a checkpoint may be due."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is something to validate on."""
+
+    @property
+    def validates_last(self) -> bool:
+        """Whether a validation may come after the last step of all, too."""
 
     def reduce_mean(self) -> Reduction | None:
-        """The mean that a validation measures, where workers hold different parameters now."""
+        """All come to a validation: the mean that it measures, where workers hold different parameters now."""
 
     @property
     def measured_part(self) -> float:
         """How much of the validation set `measure` measures, of 1."""
 
     def measure(self) -> None:
-        """This worker's share of the validation set, on the mean of the workers."""
+        """This worker's share of the validation set, on what all hold or the mean of it."""
 
-    def gather_measured(self) -> Reduction:
-        """What all workers have measured, for the first one."""
+    def gather_measured(self) -> Reduction | None:
+        """What all workers have measured, for the first one, where `measure` has not done it."""
 
     def conclude(self) -> dict[str, float]:
-        """Metrics of the mean of the workers, on the first one."""
+        """Metrics, on the first worker."""
 
     def agree_to_end(self, ends: bool) -> Reduction:
         """The question to all workers whether a validation has ended the run; the replica is `stopped` then."""
@@ -68,15 +91,8 @@ class LocalReplica(Protocol):
     def finish(self) -> Reduction | None:
         """The last averaging, where workers hold different parameters now."""
 
-    @property
-    def stopped(self) -> bool:
-        """Whether a gradient that was not finite ends the run, or a validation has."""
 
-    def statistics(self) -> dict[str, float]:
-        """What there is to report in a row of progress."""
-
-
-class LocalReport(Report, Protocol):
+class StepReport(Report, Protocol):
     """Where the first worker's progress goes."""
 
     def pause(self, seconds: float) -> None:
@@ -86,7 +102,7 @@ class LocalReport(Report, Protocol):
         """Training has gone on until now: others were waited for after this worker's last step."""
 
 
-class LocalSGDWorker:
+class StepWorker:
     """One worker.
 
     Args:
@@ -100,8 +116,8 @@ class LocalSGDWorker:
         self,
         rank: int,
         course: Course,
-        replica: LocalReplica,
-        report: LocalReport,
+        replica: StepReplica,
+        report: StepReport,
         part_samples: int = 0,
         validations: ValidationCadence | None = None,
     ):
@@ -112,26 +128,29 @@ class LocalSGDWorker:
 
     def run(self) -> Role:
         """Train to the end of the course; returns this worker's counts."""
-        epoch, replica = self.course.epoch, self.replica
-        self.validations.begin(epoch, replica.samples)
+        course, validations = self.course, self.validations
+        validations.begin(course.epoch, self.replica.samples)
+        yield from self._validate(course.epoch + (not validations.policy.epochs))  # one that was broken off
         yield from self._agree_to_end()
-        while not replica.stopped and (turn := self.course.next()) is not None:
-            if self.validations.is_due(turn.epoch, replica.samples):
-                yield from self._validate(epoch)
-                self.validations.done()
-                if replica.stopped:
-                    break
-            epoch = turn.epoch
-            yield from self._step(turn)
-        yield from self._reduce(replica.finish())
-        if self.rank == 0:
-            self.report.until_now()
+        while self._goes_on:
+            if (turn := course.next_turn()) is not None:
+                yield from self._take_step(turn)
+            if self._goes_on and (course.has_step or self.replica.validates_last):
+                yield from self._validate(course.epoch + (turn is not None))
+        if (last := self.replica.finish()) is not None:
+            yield AllReduce(last)
+            if self.rank == 0:
+                self.report.until_now()
         return {
             "rank": self.rank, "role": "worker", "steps": self.num_steps,
             "compute_s": self.compute_s, "wait_s": self.wait_s,
         }  # fmt: skip
 
-    def _step(self, turn: Turn) -> Generator[Effect, Any, None]:
+    @property
+    def _goes_on(self) -> bool:
+        return self.course.goes_on and not self.replica.stopped
+
+    def _take_step(self, turn: StepTurn) -> Generator[Effect, Any, None]:
         replica = self.replica
         began_s = yield Now()
         loss = yield Compute(
@@ -149,24 +168,27 @@ class LocalSGDWorker:
         if self.rank == 0:
             fields: dict[str, Any] = dict(replica.statistics())
             self.report.progress(replica.samples, turn.step + 1, turn.epoch + 1, loss, **fields)
-        yield Compute(replica.settle, "checkpoint")
+        yield Compute(replica.settle_checkpoint, "checkpoint")
 
     def _reduce(self, reduction: Reduction | None) -> Generator[Effect, Any, None]:
         if reduction is not None:
             yield AllReduce(reduction)
 
     def _validate(self, epoch: int) -> Generator[Effect, Any, None]:
-        """Each worker measures the mean of all on its share of the validation set; the first one reports."""
-        if not self.replica.validates:
+        """Where a validation is due, measure together; `epoch` is the one that the first worker reports, from 1."""
+        replica = self.replica
+        if not self.validations.is_due(self.course.epoch, replica.samples):
             return
-        yield from self._reduce(self.replica.reduce_mean())
-        began_s = yield Now()  # until here others were training, which is no pause
-        yield Compute(self.replica.measure, "validate", size=self.replica.measured_part)
-        yield from self._reduce(self.replica.gather_measured())
-        if self.rank == 0:
-            metrics = yield Compute(self.replica.conclude, "validate", size=0.0)
-            self.report.event("validation", epoch=epoch + 1, samples=self.replica.samples, **metrics)
-            self.report.pause((yield Now()) - began_s)
+        if replica.validates:
+            yield from self._reduce(replica.reduce_mean())
+            began_s = yield Now()  # until here others were training, which is no pause
+            yield Compute(replica.measure, "validate", size=replica.measured_part)
+            yield from self._reduce(replica.gather_measured())
+            if self.rank == 0:
+                metrics = yield Compute(replica.conclude, "validate", size=0.0)
+                self.report.event("validation", epoch=epoch, samples=replica.samples, **metrics)
+                self.report.pause((yield Now()) - began_s)
+        self.validations.done()
         yield from self._agree_to_end()
 
     def _agree_to_end(self) -> Generator[Effect, Any, None]:
