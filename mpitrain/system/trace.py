@@ -363,19 +363,6 @@ def watch(thing: object, **spans: tuple[str, str]) -> None:
             setattr(thing, method, spanned(name, category)(getattr(thing, method)))
 
 
-def watch_steps(thing: Any, method: str) -> None:
-    """Begin step `thing.step` at every call of this method, where this process traces."""
-    if not _now.is_on:
-        return
-    function = getattr(thing, method)
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        begin_step(thing.step)
-        return function(*arguments, **options)
-
-    setattr(thing, method, call)
-
-
 def flight(name: str, **args: Any) -> Callable[..., None] | None:
     """A message or collective begins its way; what is returned is to be called when it has come to its end. None where
     nothing is recorded."""

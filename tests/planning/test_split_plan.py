@@ -9,7 +9,7 @@ import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
 from mpitrain.planning.dry_run import describe
-from mpitrain.training.model_parallel.mesh import MeshRun
+from mpitrain.training.model_parallel.mesh import MeshStepper
 from mpitrain.training.session import assign_roles
 from tests import toy
 
@@ -98,7 +98,7 @@ def test_a_job_is_held_to_its_fields(changes, said):
 def test_all_ranks_validate_equally_often_and_every_batch_counts_once(num_batches, num_replicas):
     runs = [
         list(
-            MeshRun._rounds(
+            MeshStepper._rounds(
                 SimpleNamespace(num_replicas=num_replicas, share=share), enumerate(range(num_batches))
             )
         )

@@ -257,6 +257,24 @@ def test_a_course_takes_the_turns_of_peers_and_knows_when_the_last_is_taken(
     assert peer.next() is None and course.num_left_out == peer.num_left_out
 
 
+@given(
+    num_samples=st.integers(1, 60),
+    batch_size=st.integers(1, 9),
+    num_workers=st.integers(1, 6),
+    cursor=st.integers(0, 60),
+)
+def test_a_position_that_is_a_cursor_goes_on_with_the_samples_behind_it(
+    num_samples, batch_size, num_workers, cursor
+):
+    """As checkpoints of split models held it, whatever the number of replicas is now."""
+    assume(num_samples >= num_workers)
+    rounds = StepPartition(num_samples, batch_size, num_workers, num_samples)
+    rounds.restore(rounds.state_at(2, min(cursor, num_samples), batch_size))
+    found = positions(drain(rounds))
+    assert found == list(range(min(cursor, num_samples), num_samples - rounds.next_epoch()))
+    assert rounds.epoch == 3 and len(positions(drain(rounds))) + rounds.next_epoch() == num_samples
+
+
 def dealt_by_server(strategy, rounds, num_samples, num_rounds, drop_last, window):
     """The leases of so many rounds, and how many samples were left out, over the calls that a server makes: leases
     ahead at first, then one with every answer."""

@@ -142,7 +142,6 @@ def test_without_a_trace_objects_stay_as_they_are():
 
     plain, function = Thing(), Thing.work
     trace.watch(plain, work=("work", trace.COMPUTE))
-    trace.watch_steps(plain, "work")
     assert not vars(plain) and trace.watched(function, "work", trace.COMPUTE) is function
     trace.switch(True)
     traced = Thing()

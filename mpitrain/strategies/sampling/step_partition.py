@@ -90,6 +90,11 @@ class StepPartition:
             "steps": self._num_settled,
         }
 
+    def state_at(self, epoch: int, cursor: int, batch_size: int) -> dict[str, Any]:
+        """What `state` returns where the samples of an epoch were trained on in order, up to `cursor`."""
+        untouched = {"stretches": [], "steps": 0}
+        return self.state() | untouched | {"epoch": epoch, "cursor": cursor, "batch_size": batch_size}
+
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned; for other workers the rest of the epoch is dealt anew.
 

@@ -22,7 +22,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.loss_pass import LossPass
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
-from mpitrain.training.model_parallel.base import SplitRun
+from mpitrain.training.model_parallel.base import SplitStepper
 from mpitrain.training.model_parallel.state_shards import local, whole_tensor
 from mpitrain.training.model_parallel.whole_matrices import check_muon, whole_matrices
 from mpitrain.training.session import Session, attempt
@@ -31,7 +31,7 @@ from mpitrain.training.validation import Part, batches_of, losses_of, observe, o
 from mpitrain.training.validation_parts import buffers_of_first
 
 
-class MeshRun(SplitRun):
+class MeshStepper(SplitStepper):
     """One rank of a run over a device mesh; what is in `root` has been sharded already."""
 
     def __init__(
@@ -47,7 +47,7 @@ class MeshRun(SplitRun):
         self.root, self.module = root, root.module
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
-        """As `SplitRun.use`.
+        """As `SplitStepper.use`.
 
         Raises:
             UsageError: on all ranks, a Muon that cannot be kept to whole matrices.

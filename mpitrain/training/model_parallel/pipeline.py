@@ -32,10 +32,11 @@ from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.system import trace
 from mpitrain.training.measure import build_optimizer, pick_device
-from mpitrain.training.model_parallel.base import SplitRun, compare_parameters, device_mesh, grid_of
+from mpitrain.training.model_parallel.base import SplitStepper, compare_parameters, device_mesh, grid_of
 from mpitrain.training.model_parallel.layers import Layers, build_by_layers
 from mpitrain.training.model_parallel.loss_proxy import call_with_output, model_inputs
 from mpitrain.training.model_parallel.stage_forward import StageForward
+from mpitrain.training.model_parallel.trainer import train_split
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.ddp import data_parallel
@@ -52,12 +53,12 @@ def run_pipeline(session: Session) -> dict[str, Any]:
     runtime.role = f"stage {part} of pipeline {replica}"
     with default_group(runtime):
         made, parameters, described = _build(session, grid, part)
-        run = PipelineRun(session, grid, device=pick_device(runtime.local_rank), **made)
-        return run.run(parameters, described)
+        stepper = PipelineStepper(session, grid, device=pick_device(runtime.local_rank), **made)
+        return train_split(session, stepper, parameters, described)
 
 
 def _build(session: Session, grid: Grid, part: int) -> tuple[dict[str, Any], list[str], list[str]]:
-    """(this rank's arguments for a PipelineRun, the whole model's parameters and their stages, its optimizer). Every
+    """(arguments for this rank's PipelineStepper, the whole model's parameters and their stages, its optimizer). Every
     rank builds the module on the host, and makes the tensors of its stage alone."""
     runtime, job = session.mpi, session.job
     module, layers = build_by_layers(session, torch.device("cpu"))
@@ -103,7 +104,7 @@ def _make_stages(layers: Layers, stages: list[Stage], grid: Grid, rank: int) -> 
                 tensor.detach().copy_(arrived)
 
 
-class PipelineRun(SplitRun):
+class PipelineStepper(SplitStepper):
     """One stage of one pipeline.
 
     Args:
@@ -177,7 +178,7 @@ class PipelineRun(SplitRun):
         began_s, waited_s = time.monotonic(), engine.waited_s
         schedule.step(*(inputs or ()), **options)
         waited_s = engine.waited_s - waited_s
-        if self.meter.num_calls >= self.meter.num_warmup:
+        if self.step >= self.warm_from:
             self.idle_s += waited_s
             self.busy_s += time.monotonic() - began_s - waited_s
         return sum(float(loss.detach()) for loss in losses) / num_microbatches / weight if self.last else 0.0

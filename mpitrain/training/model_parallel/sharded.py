@@ -19,7 +19,8 @@ from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.training.measure import build_optimizer, pick_device
 from mpitrain.training.model_parallel.base import compare_parameters, device_mesh, grid_of
 from mpitrain.training.model_parallel.layers import build_by_layers
-from mpitrain.training.model_parallel.mesh import MeshRun
+from mpitrain.training.model_parallel.mesh import MeshStepper
+from mpitrain.training.model_parallel.trainer import train_split
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session
 
@@ -35,9 +36,9 @@ def run_sharded(session: Session) -> dict[str, Any]:
         mesh = device_mesh(grid, device)
         root = shard_module(module, mesh if grid.num_replicas > 1 else mesh["part"], builder.fill)
         del builder  # with its records
-        run = MeshRun(session, grid, runtime.rank, True, device, root)
-        run.use(build_optimizer(job, module, session.overrides.lr))
-        return run.run(parameters, describe_optimizer(module, run.optimizer))
+        stepper = MeshStepper(session, grid, runtime.rank, True, device, root)
+        stepper.use(build_optimizer(job, module, session.overrides.lr))
+        return train_split(session, stepper, parameters, describe_optimizer(module, stepper.optimizer))
 
 
 def shard_module(

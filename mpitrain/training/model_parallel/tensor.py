@@ -20,8 +20,9 @@ from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training.measure import build_optimizer, pick_device
 from mpitrain.training.model_parallel.base import compare_parameters, device_mesh, grid_of
 from mpitrain.training.model_parallel.layers import build_by_layers
-from mpitrain.training.model_parallel.mesh import MeshRun
+from mpitrain.training.model_parallel.mesh import MeshStepper
 from mpitrain.training.model_parallel.sharded import shard_module
+from mpitrain.training.model_parallel.trainer import train_split
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 
@@ -51,19 +52,19 @@ def run_tensor(session: Session) -> dict[str, Any]:
         else:
             layers.fill(module)
         del layers  # with its records
-        run = MeshRun(session, grid, replica, part == 0, device, root)
-        run.own_gradients.worker = grid.ranks[replica][0]
+        stepper = MeshStepper(session, grid, replica, part == 0, device, root)
+        stepper.own_gradients.worker = grid.ranks[replica][0]
         if grid.num_replicas > 1:  # FSDP2 shards the slices once more: every rank holds something else
-            run.checkpoint_grid = Grid((tuple(rank for row in grid.ranks for rank in row),))
+            stepper.checkpoint_grid = Grid((tuple(rank for row in grid.ranks for rank in row),))
         optimizer = build_optimizer(job, module, session.overrides.lr)
         for group in optimizer.param_groups:
             if "foreach" in group:
                 group["foreach"] = False  # one call cannot take sliced and whole parameters together
-        run.use(optimizer)
+        stepper.use(optimizer)
         sliced = [
             f"{entry}, {plan.get(entry.split()[0].rpartition('.')[0], 'whole')}" for entry in parameters
         ]
-        return run.run(sliced, describe_optimizer(module, run.optimizer))
+        return train_split(session, stepper, sliced, describe_optimizer(module, stepper.optimizer))
 
 
 def _let_whole_go(layer: nn.Module) -> None:

@@ -183,6 +183,11 @@ class Stepper:
     # ---- hooks
 
     @property
+    def reads(self) -> bool:
+        """Whether this rank needs the samples."""
+        return True
+
+    @property
     def averages_gradients(self) -> bool:
         """Whether the step under way takes the mean over the ranks."""
         return True

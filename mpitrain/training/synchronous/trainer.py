@@ -10,6 +10,8 @@ samples.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ from mpitrain.training.synchronous.ddp import ParallelModule, codec_of
 from mpitrain.training.synchronous.injected_delay import InjectedDelay
 from mpitrain.training.synchronous.recovery_state import RecoveryState
 from mpitrain.training.synchronous.stepper import Parts, Stepper
-from mpitrain.training.validation import make_measure
+from mpitrain.training.validation import Measure, make_measure
 from mpitrain.training.validation_parts import measure_together
 
 
@@ -54,6 +56,7 @@ class Trainer:
 
     # each rank reads windows of its own; otherwise all share one run of the order, round by round
     by_window = True
+    reads_alike = False  # as many batches on every rank in every step
     validates_last = True
     ended_out_of_turn = False  # as `StepCheckpoints.finish` has it
 
@@ -69,15 +72,14 @@ class Trainer:
         self.session, self.module, self.rates, self.optimizer = session, module, rates, rates.optimizer
         self.device = device
         self.leases = LeaseReader(reader.batch, reader.prefetch, session.job.part_samples)
-        self.rank, self.num_workers = session.runtime.rank, session.runtime.size
+        self.rank = session.runtime.rank
+        share, self.num_workers = self.place
         self.delay = (kept and kept.delay) or InjectedDelay(
             session.straggler(), module.parameters(), session.runtime.fail
         )
         job = session.job
         self.validations = session.validations(steps_end_it=True)
-        self.set_measure = make_measure(
-            job, module, session.validation, device, session.runtime.stamp, self.validations
-        )
+        self.set_measure = self._make_measure()
         self.collectives = self._make_collectives()
         self.stepper = self._make_stepper()
         self.hook: CodecHook | None = self.stepper.parallel.hook if self.stepper.parallel else None
@@ -87,13 +89,13 @@ class Trainer:
         catalogue = session.catalogue
         window = catalogue.window_samples if self.by_window else catalogue.num_samples
         partition = StepPartition(
-            catalogue.num_samples, job.step_samples, self.num_workers, window, job.drop_last, (self.rank,)
+            catalogue.num_samples, job.step_samples, self.num_workers, window, job.drop_last, (share,)
         )
         self.course = StepCourse(partition, job.epochs, session.overrides.steps)
         self.replicas = self._make_guard()
         self.checkpoints = self._make_checkpoints()
         self.checkpoints.before_writing = self._compare
-        saved = kept.state if kept else self.checkpoints.restored(session)
+        saved = kept.state if kept else self._restored()
         if saved is not None:
             attempt(session.runtime, restoring(session.resume)(lambda: self.restore(saved)))
             self._restore_own(kept)
@@ -110,6 +112,18 @@ class Trainer:
         self._remember()
         trace.watch(self.meter, progress=("report", trace.OTHER))
         trace.watch(self, next_turn=("take leases", trace.OTHER), settle_checkpoint=("settle", trace.OTHER))
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which share of every step is this rank's, and how many there are."""
+        return self.rank, self.session.runtime.size
+
+    def _make_measure(self) -> Measure | None:
+        """What measures this rank's share of the validation set."""
+        session = self.session
+        return make_measure(
+            session.job, self.module, session.validation, self.device, session.runtime.stamp, self.validations
+        )
 
     def _make_guard(self) -> ReplicaGuard:
         session = self.session
@@ -139,8 +153,9 @@ class Trainer:
     def _restore_own(self, kept: RecoveryState | None) -> None:
         """Continue from what ranks have written each for itself, or have kept."""
         resume = self.session.resume
-        alike = kept is not None or (resume and same_codec(resume.about, self.session.strategy, "codec"))
-        if self.hook is not None and alike:
+        if self.hook is None:
+            return
+        if kept is not None or (resume and same_codec(resume.about, self.session.strategy, "codec")):
             self.hook.restore_shares(
                 *(kept.shares(self.num_workers) if kept else self.checkpoints.restored_own(self.session))
             )
@@ -172,19 +187,24 @@ class Trainer:
             "epoch": course.epoch, "step": stepper.step, "samples": stepper.samples,
             "nonfinite": stepper.nonfinite, "left_out": course.num_left_out,
         }  # fmt: skip
-        return {
-            "module": self.module.state_dict(),
-            "optimizer": self.rates.state(),
+        return self._held_state() | {
             "counts": counts,
             "rounds": course.partition.state(),
             **stepper.updates.pace.state(stepper.samples),
-            "ema": stepper.updates.ema.state() if stepper.updates.ema else [],
         }
+
+    def _held_state(self) -> dict[str, Any]:
+        """The module, its optimizer and the average of its weights."""
+        ema = self.stepper.updates.ema.state() if self.stepper.updates.ema else []
+        return {"module": self.module.state_dict(), "optimizer": self.rates.state(), "ema": ema}
+
+    def _restored(self) -> Any:
+        """What `state` returned when the checkpoint to go on from was written; None at the beginning."""
+        return self.checkpoints.restored(self.session)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned."""
-        self.module.load_state_dict(state["module"])
-        self.rates.restore(state["optimizer"])
+        self._restore_held(state)
         counts, stepper = state["counts"], self.stepper
         self.course.restore(counts, state["rounds"])
         stepper.step, stepper.samples = counts["step"], counts["samples"]
@@ -194,6 +214,10 @@ class Trainer:
             stepper.updates.ema.restore(state.get("ema"))
         warmup = num_warmup(self.num_steps - stepper.step)
         self.meter = Meter(self.session.report, warmup, stepper.samples, stepper.step)
+
+    def _restore_held(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state["module"])
+        self.rates.restore(state["optimizer"])
 
     def keep_state(self) -> RecoveryState:
         """What this rank goes on from should others have died in this step: everything as when all last held the same,
@@ -236,10 +260,14 @@ class Trainer:
         """What all ranks hold the same of, where they are to."""
         return held_alike(self.module)
 
-    def _compare(self) -> None:
+    def _compare(self, look: Callable[[], None] | None = None) -> None:
         """Whether all ranks do hold the same, where they are to."""
-        if self._may_write_checkpoint() and not self.stepper.failure:
-            attempt(self.session.runtime, self.replicas.compare)
+        if self._may_compare and self._may_write_checkpoint() and not self.stepper.failure:
+            attempt(self.session.runtime, look or self.replicas.compare)
+
+    @property
+    def _may_compare(self) -> bool:
+        return True
 
     def _remember(self) -> None:
         """The step is whole, and all ranks hold the same now."""
@@ -268,7 +296,7 @@ class Trainer:
         with self.checkpoints.guard.changing():
             turn = self.course.next_turn()
         following = self.course.partition.peek() if turn else None
-        if following is not None:
+        if following is not None and self.stepper.reads:
             self.leases.announce(following.leases[0])
         return turn
 
@@ -299,7 +327,10 @@ class Trainer:
     def _parts(self, lease: Lease, largest: int = 0) -> Parts:
         """The batches of the step that begins, in which no rank has more than `largest` samples."""
         self.session.runtime.step = self.stepper.step
-        if self.session.job.sync_batchnorm:
+        if not self.stepper.reads:
+            yield None, lease.num_samples
+            return
+        if self.reads_alike or self.session.job.sync_batchnorm:
             parts = read_alike(self.leases, lease, largest)
         else:
             parts = self.leases.read(lease)
@@ -312,7 +343,7 @@ class Trainer:
         if self._may_write_checkpoint():
             self._remember()
             self.checkpoints.after_step(self.stepper.step, self.stepper.samples)
-            attempt(self.session.runtime, self.replicas.after_step)  # the step is whole, whoever dies in here
+            self._compare(self.replicas.after_step)  # the step is whole, whoever dies in here
         self.stepper.compute_s += self.delay.take()
 
     def statistics(self) -> dict[str, float]:
@@ -370,48 +401,65 @@ class Trainer:
             return measure_together(self.session.runtime, self.set_measure, samples, averaged)
 
     def outcome(self) -> dict[str, Any]:
-        """Counts of this rank; rank 0 adds the metrics and saves the model, whatever happened."""
-        detail: dict[str, Any] = {
-            "rank": self.session.runtime.launched_rank,
-            "role": "worker",
-            "steps": self.stepper.step,
-            "compute_s": self.stepper.compute_s,
-        }
-        injected = self.delay.straggler.counts()
-        outcome: dict[str, Any] = {"detail": detail, "failure": self.stepper.failure, "injected": injected}
-        outcome["requeue"] = self.checkpoints.ended
+        """What this rank knows of the run; the model is measured and saved, whatever happened."""
+        ended = self.checkpoints.ended
         if not self.stepper.failure:
             self.checkpoints.finish(self.stepper.samples, self.ended_out_of_turn)
         self.checkpoints.writer.wait()
-        outcome["unwritten"] = self.checkpoints.writer.unwritten
-        if not self.checkpoints.ended:
+        if not ended:
             self._compare()
+        model, metadata = self.session.run_dir / MODEL_FILE, self._metadata()
+        self._save(model, metadata)
+        if (ema := self.stepper.updates.ema) is not None:
+            with ema.swapped():
+                self._save(self.session.run_dir / EMA_MODEL_FILE, metadata)
+        metrics = self._measured(None if ended else self.stepper.samples)
+        concluded = self._conclude()
+        outcome: dict[str, Any] = {
+            "detail": self._detail(),
+            "failure": self.stepper.failure or self._why_not_finite(),
+            "injected": self.delay.straggler.counts(),
+            "requeue": ended,
+            "unwritten": self.checkpoints.writer.unwritten,
+        }
+        if self._writes:
+            outcome["detail"]["checkpoints"] = self.checkpoints.writer.summary()
         if self.rank == 0:
-            self._save()
-        metrics = self._measured(None if self.checkpoints.ended else self.stepper.samples)
-        if self.rank == 0:
-            detail["checkpoints"] = self.checkpoints.writer.summary()
             counts: dict[str, Any] = {
                 "accepted": self.stepper.step - self.stepper.nonfinite,
                 "nonfinite": self.stepper.nonfinite,
                 "samples_left_out": self.course.num_left_out,
             }
-            counts |= self._counts() | self.validations.result()
-            model = str(self.session.run_dir / MODEL_FILE)
-            outcome["result"] = {
-                **self.meter.result(), **counts, "metrics": metrics, "model": model,
-                "failure": why_not_finite(self.module.named_parameters()),
-            }  # fmt: skip
+            counts |= self._counts() | concluded | self.validations.result()
+            outcome["result"] = {**self.meter.result(), **counts, "metrics": metrics, "model": str(model)}
         return outcome
 
-    def _save(self) -> None:
-        """The model, and the average of its weights, on rank 0."""
-        run_dir = self.session.run_dir
-        metadata = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
-        save_model(self.module, run_dir / MODEL_FILE, metadata)
-        if self.stepper.updates.ema is not None:
-            with self.stepper.updates.ema.swapped():
-                save_model(self.module, run_dir / EMA_MODEL_FILE, metadata)
+    def _detail(self) -> dict[str, Any]:
+        """This rank's row of `result.json`."""
+        return {
+            "rank": self.session.runtime.launched_rank, "role": "worker", "steps": self.stepper.step,
+            "compute_s": self.stepper.compute_s,
+        }  # fmt: skip
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this rank's row tells of checkpoints."""
+        return self.rank == 0
+
+    def _conclude(self) -> dict[str, Any]:
+        """What belongs in `result.json` besides; collective."""
+        return {}
+
+    def _why_not_finite(self) -> str:
+        return "" if self.rank else why_not_finite(self.module.named_parameters())
+
+    def _metadata(self) -> dict[str, str]:
+        return {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
+
+    def _save(self, path: Path, metadata: dict[str, str]) -> None:
+        """Write the model, on rank 0."""
+        if self.rank == 0:
+            save_model(self.module, path, metadata)
 
 
 class CopyingTrainer(Trainer):
