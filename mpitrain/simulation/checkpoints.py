@@ -225,7 +225,7 @@ class StepCheckpoints:
         due = self._cadence.is_due(self._samples()) or self._writers[0].time_is_up()
         return due and self._may_write()
 
-    def look(self) -> dict[int, float]:
+    def write_due(self) -> dict[int, float]:
         """Write where one is due; seconds for which that holds the ranks up that write."""
         if not self.is_due():
             return {}

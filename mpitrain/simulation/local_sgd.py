@@ -43,7 +43,7 @@ def simulate_local_sgd(virtual: VirtualRun) -> dict[str, Any]:
                 virtual.checkpoints, parts_in_lockstep(number, virtual.state_bytes, apart=True), lambda: first.samples,
                 lambda: not first.averager.is_apart,
             )  # fmt: skip
-            first.on_settled = saving.look
+            first.on_settled = saving.write_due
         returned = virtual.run([worker.run() for worker in workers], means.reduce)
         ended = replicas[0].ended
         measure, samples = replicas[0].set_measure, None if ended else replicas[0].samples

@@ -13,17 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.effects import Break
+from mpitrain.effects import AllReduce as AllReduceEffect
+from mpitrain.effects import Break, Compute, Effect, Exchange, Now, drive, together
 from mpitrain.errors import DeadlockError, LostRankError, UsageError
 from mpitrain.messages import Lease, num_parts
 from mpitrain.model.accumulation import LeaseReader, read_alike
 from mpitrain.model.codec_registry import check_optimizer
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.sparse_gradients import row_bytes, sparse_parameters
+from mpitrain.roles.step_worker import StepWorker
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.checkpoints import StepCheckpoints, parts_in_lockstep
 from mpitrain.simulation.codecs_in_one_process import CodecsInOneProcess
 from mpitrain.simulation.collective_costs import Collectives
+from mpitrain.simulation.empty import Quiet
 from mpitrain.simulation.ranks_in_one_process import RanksInOneProcess
 from mpitrain.simulation.step_costs import (
     check_split,
@@ -36,8 +39,7 @@ from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
-from mpitrain.strategies.sampling.dealer import share_out
-from mpitrain.strategies.sampling.step_partition import StepPartition
+from mpitrain.strategies.sampling.step_partition import StepCourse, StepPartition, StepTurn
 from mpitrain.system.trace import COMMUNICATION, WAIT
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.measure import read_nothing_ahead
@@ -64,49 +66,8 @@ class Draws:
         return before, last
 
 
-class Rounds:
-    """Which samples every share of a step has: dealt as under `sync()`, or, for strategies that split the model, cut
-    from the order of the samples.
-
-    Args:
-        num_shares: of a step.
-    """
-
-    def __init__(self, virtual: VirtualRun, num_shares: int):
-        job, catalogue = virtual.job, virtual.catalogue
-        self.num_samples, self.num_shares = catalogue.num_samples, num_shares
-        self.full, self.drops_last = job.step_samples * num_shares, job.drop_last
-        self.by_window = not isinstance(job.strategy, Split)
-        self.partition = StepPartition(
-            self.num_samples, job.step_samples, num_shares, catalogue.window_samples, job.drop_last
-        )
-        self.epoch = self.left_out = self._cursor = 0
-
-    def take(self) -> list[Lease] | None:
-        """The next round, or None at the end of an epoch."""
-        if self.by_window:
-            step = self.partition.take()
-            if step is None:
-                self.left_out, self.epoch = self.left_out + self.partition.next_epoch(), self.epoch + 1
-            return None if step is None else list(step.leases)
-        count = min(self.full, self.num_samples - self._cursor)
-        if count < self.num_shares or (
-            count < self.full and self.drops_last and self.num_samples >= self.full
-        ):
-            self.left_out, self.epoch, self._cursor = self.left_out + count, self.epoch + 1, 0
-            return None
-        shares = [share_out(self._cursor, count, self.num_shares, one) for one in range(self.num_shares)]
-        self._cursor += count
-        return [Lease(self.epoch, *share) for share in shares]
-
-    def settle(self) -> None:
-        """The round is done."""
-        if self.by_window:
-            self.partition.settle()
-
-
 class LockstepRun:
-    """One run.
+    """One run: the replica of the role that takes the steps of all ranks, and the world that answers it.
 
     Args:
         virtual: its job, ranks and laws; gradients: whether they are computed, or the clock alone runs.
@@ -117,16 +78,19 @@ class LockstepRun:
         job, number = virtual.job, virtual.number
         _check(virtual)
         self.grid = Grid(tuple((rank,) for rank in range(number)))
+        num_samples, window = virtual.catalogue.num_samples, virtual.catalogue.window_samples
         if isinstance(job.strategy, Split):
-            self.grid = check_split(job, number).grid(virtual.nodes)
-        num_shares = job.strategy.num_replicas(number) if isinstance(job.strategy, Split) else number
-        virtual.num_shares = num_shares
-        if virtual.catalogue.num_samples < num_shares:
+            self.grid, window = check_split(job, number).grid(virtual.nodes), num_samples
+        assert job.strategy is not None
+        num_shares = virtual.num_shares = job.strategy.num_replicas(number)
+        if num_samples < num_shares:
             raise UsageError(
-                f"{num_shares} batches a step for {virtual.catalogue.num_samples} training samples: use fewer workers"
+                f"{num_shares} batches a step for {num_samples} training samples: use fewer workers"
             )
         self.owners = [row for _, row in self._rows()]
-        self.rounds, self.draws = Rounds(virtual, num_shares), Draws(virtual.compute, job.seed, number)
+        partition = StepPartition(num_samples, job.step_samples, num_shares, window, job.drop_last)
+        self.steps = StepCourse(partition, job.epochs, virtual.options.steps)
+        self.draws = Draws(virtual.compute, job.seed, number)
         self.costs, self.course = Collectives(virtual.network, virtual.nodes), virtual.compute.course
         self.module, optimizer = virtual.build()
         self.rates = Rates(optimizer)
@@ -162,13 +126,11 @@ class LockstepRun:
                 parts = parts_in_lockstep(virtual.number, virtual.state_bytes, grid, self.codecs is not None)
                 self.saving = StepCheckpoints(virtual.checkpoints, parts, lambda: self.stepper.samples)
             self.apply_s = self._apply_s()
-            self.measure = virtual.measure(self.module) if self.gradients else None
-            virtual.validations.begin(0, 0)
-            self._look_at_validation(not virtual.validations.policy.epochs)
-            self._look_at_end()
-            self._steps()
-            samples = None if self.ended else self.stepper.samples
-            metrics = self.measure(samples, self.stepper.averaged()) if self.measure is not None else {}
+            self.set_measure = virtual.measure(self.module) if self.gradients else None
+            log = virtual.log if self.gradients else Quiet()
+            role = StepWorker(0, self.steps, self, log, job.part_samples, virtual.validations)
+            drive(role.run(), self._answer)
+            metrics = self._measured(None if self.ended else self.stepper.samples)
         for trace in virtual.world.traces.values():
             trace.write()
         self._pass(virtual.costs.seconds("deliver", num_bytes_of(self.parameters)))
@@ -189,34 +151,42 @@ class LockstepRun:
             isinstance(job.strategy, Split),
         )  # fmt: skip
 
-    # ---- the loop
+    def _answer(self, effect: Effect) -> Any:
+        """The world of the role: a clock of all ranks at once, at which whatever they exchange has ended."""
+        if isinstance(effect, Now):
+            return max(self.clock.now_s, self.held_until_s)
+        if isinstance(effect, Compute):
+            if effect.what == "validate":
+                self._pass(self.virtual.costs.seconds("validate", 0.0, size=effect.size))
+            return effect.task()
+        assert isinstance(effect, AllReduceEffect), (
+            f"{effect!r} is none of a worker that steps with all others"
+        )
+        return drive(effect.reduction.rounds(), lambda task: task())
+
+    # ---- what the role asks for
+
+    validates_last = True
 
     @property
-    def _goes_on(self) -> bool:
-        steps, job = self.virtual.options.steps, self.virtual.job
-        left = self.rounds.epoch < job.epochs if steps is None else self.stepper.step < steps
-        return left and not self.ended and not self.stepper.failure
+    def samples(self) -> int:
+        """That all have trained on."""
+        return self.stepper.samples
 
-    def _steps(self) -> None:
-        while self._goes_on:
-            leases = self.rounds.take()
-            if leases is None:
-                if self._goes_on:
-                    self._look_at_validation(self.rounds.epoch)
-                continue
-            self._step(leases)
-            self.rounds.settle()
-            if self._goes_on:
-                self._look_at_validation(self.rounds.epoch + 1)
+    @property
+    def stopped(self) -> bool:
+        """Whether a gradient that was not finite ends the run, or a validation has."""
+        return bool(self.stepper.failure) or self.ended
 
-    def _step(self, leases: list[Lease]) -> None:
-        virtual, clock, stepper = self.virtual, self.clock, self.stepper
+    def local_step(self, turn: StepTurn) -> float:
+        """The step of all ranks, with all that they exchange in it; returns the loss to report."""
+        virtual, clock, stepper, leases = self.virtual, self.clock, self.stepper, turn.leases
         counts = self._num_batches(leases)
         before_s, last_s = self.draws.step(counts)
         before_s = before_s + virtual.costs.seconds("gradient", 0.0) * np.asarray(counts)
         if self.gradients:
             shares = [lease.num_samples for lease in leases]
-            parts = [self._parts(lease, max(shares)) for lease in leases]
+            parts = [self._parts(lease, turn.largest) for lease in leases]
             value = stepper.take_all(parts, shares, self._traced(before_s + last_s))
             if self.codecs is not None:
                 self.clock.schedule, self.apply_s = self._coded_schedule(self.codecs), self._apply_s()
@@ -227,21 +197,71 @@ class LockstepRun:
                 compute = self._traced(before_s + last_s)
                 value = sum(compute(share, float) for share in range(len(leases)))
             value, stepper.step = 0.0, stepper.step + 1
-            stepper.samples += sum(lease.num_samples for lease in leases)
+            stepper.samples += turn.num_samples
         computed_s = clock.began_s + before_s + last_s
         ended_s = clock.step(before_s, last_s, self.apply_s)
         self._trace_waits(computed_s, ended_s)
         virtual.world.now_s = ended_s
         virtual.world.num_events += virtual.number
         self._break(ended_s)
-        if self.gradients:
-            fields = self.codecs.statistics() if self.codecs is not None else {}
-            virtual.log.progress(stepper.samples, stepper.step, leases[0].epoch + 1, value, **fields)
-        self._inject(before_s + last_s)
-        if self.saving is not None:
-            for rank, held_s in self.saving.look().items():
-                clock.sleep(rank, held_s)
-                self.held_until_s = max(self.held_until_s, ended_s + held_s)
+        self._took_s = before_s + last_s
+        return value
+
+    def reduce_gradients(self) -> None:
+        """Done within the step."""
+
+    def end_step(self) -> None:
+        """All hold the same."""
+
+    def statistics(self) -> dict[str, float]:
+        """What a codec has to report in a row of progress."""
+        return self.codecs.statistics() if self.codecs is not None else {}
+
+    def settle_checkpoint(self) -> None:
+        """The step is over and reported."""
+        self._inject(self._took_s)
+        for rank, held_s in self.saving.write_due().items() if self.saving is not None else ():
+            self.clock.sleep(rank, held_s)
+            self.held_until_s = max(self.held_until_s, self.clock.now_s + held_s)
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is something to validate on."""
+        return self.set_measure is not None
+
+    @property
+    def measured_part(self) -> float:
+        """Of the validation set: the first share is the largest."""
+        return self.set_measure.part_of(0, self.virtual.num_shares) if self.set_measure is not None else 0.0
+
+    def reduce_mean(self) -> None:
+        """All hold the same."""
+
+    def measure(self) -> None:
+        """The whole of it, at once."""
+        self._metrics = self._measured(self.stepper.samples)
+
+    def gather_measured(self) -> None:
+        """It is all here."""
+
+    def conclude(self) -> dict[str, float]:
+        """What was measured."""
+        return self._metrics
+
+    def agree_to_end(self, ends: bool) -> Exchange:
+        """There is nobody else to ask."""
+
+        def end() -> None:
+            self.ended = self.gradients and ends
+
+        return together(end)
+
+    def finish(self) -> None:
+        """All hold the same."""
+
+    def _measured(self, samples: int | None) -> dict[str, float]:
+        averaged = self.stepper.averaged()
+        return self.set_measure(samples, averaged) if self.set_measure is not None else {}
 
     def _num_batches(self, leases: Sequence[Lease]) -> list[int]:
         """How many times every rank draws: the ranks of one model all compute its batches."""
@@ -379,26 +399,6 @@ class LockstepRun:
         self.step_bytes = sum(cost.sent_bytes for cost in costs)
         return overlapped(sizes, costs, self.course, at_end=True)
 
-    # ---- validation
-
-    def _look_at_validation(self, epoch: int) -> None:
-        validations, samples = self.virtual.validations, self.stepper.samples
-        if not validations.is_due(self.rounds.epoch, samples):
-            return
-        if self.measure is not None:
-            part = self.measure.part_of(0, self.virtual.num_shares)  # the first has the largest
-            validates_s = self.virtual.costs.seconds("validate", 0.0, size=part)
-            self._pass(validates_s)
-            self.virtual.log.pause(validates_s)
-            metrics = self.measure(samples, self.stepper.averaged())
-            self.virtual.log.event("validation", epoch=int(epoch), samples=samples, **metrics)
-        validations.done()
-        self._look_at_end()
-
-    def _look_at_end(self) -> None:
-        validations = self.virtual.validations
-        self.ended = self.gradients and validations.may_end and validations.over
-
     # ---- traces
 
     def _traced(self, took_s: Times) -> Callable[[int, Callable[[], float]], float]:
@@ -438,7 +438,7 @@ class LockstepRun:
         clock, stepper = self.clock, self.stepper
         counts: dict[str, Any] = {
             "steps": stepper.step,
-            "samples_left_out": self.rounds.left_out,
+            "samples_left_out": self.steps.num_left_out,
             "nonfinite": stepper.nonfinite,
             "accepted": stepper.step - stepper.nonfinite,
             "ended_early": self.ended,

@@ -297,7 +297,7 @@ class _Timing:
             first, parts = replicas[0], parts_in_lockstep(self.number, self._state_bytes(), apart=True)
             first.on_settled = StepCheckpoints(
                 self.checkpoints, parts, lambda: first.samples, lambda: not first.is_apart
-            ).look
+            ).write_due
         everybody = range(self.number)
         rows = self._run([worker.run() for worker in workers], self._all_reduces(everybody, self.number))
         return {
