@@ -159,8 +159,8 @@ def _build(job: Job, lr: float | None) -> tuple[nn.Module, Any]:
     import torch
 
     from mpitrain.model.deferred import Deferred
+    from mpitrain.training.initial_weights import RandomNumbers
     from mpitrain.training.measure import build, build_module, build_optimizer
-    from mpitrain.training.model_parallel.layers import RandomNumbers
 
     device, random_numbers = torch.device("cpu"), RandomNumbers()
     if isinstance(job.strategy, Split):

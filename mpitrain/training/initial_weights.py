@@ -7,6 +7,8 @@ fit is an error, or, where only a part is asked for, reported by name.
 
 from __future__ import annotations
 
+import random
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -163,3 +165,21 @@ def load_weights(module: nn.Module, weights: WeightsFile) -> None:
 def _fitting(module: nn.Module, weights: WeightsFile) -> list[str]:
     state = module.state_dict()
     return [n for n, shape in weights.shapes.items() if n in state and tuple(state[n].shape) == shape]
+
+
+class RandomNumbers:
+    """The states of all random numbers that a constructor may draw from, as they are now."""
+
+    def __init__(self) -> None:
+        self._python, self._torch = random.getstate(), torch.get_rng_state()
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+
+    def restore(self) -> None:
+        """Go back to them."""
+        random.setstate(self._python)
+        torch.set_rng_state(self._torch)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)

@@ -1,7 +1,10 @@
 """The dry run asks the functions that the run asks, so its numbers can be checked against them."""
 
 import itertools
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from mpitrain.planning.dry_run import block_nodes, describe
 from mpitrain.planning.units import break_even
 from mpitrain.values import parse
 from tests import sparse_jobs, toy
+from tests.ranks import ROOT
 
 
 def plan(strategy, ranks, nodes=1, **changes):
@@ -93,6 +97,22 @@ def test_averaging_and_peers_say_what_they_send_beside_allreduce():
     assert "all meet every 7 steps and at the end: at most 600 B sent per rank" in text
     text = plan(mt.Decentralized("exponential", asynchronous=True, codec=mt.EightBit(dense_below=0)), 8)
     assert "each waits for nobody" in text and "7 copies of the model" in text
+
+
+def test_a_dry_run_on_ranks_starts_no_mpi_for_the_others_have_left(tmp_path):
+    job = tmp_path / "job.py"
+    job.write_text("from tests import toy\njob = toy.make_job(name='toy', data=toy.Memory(256))\n")
+    code = f"""
+import sys
+from mpitrain.cli.main import main
+for strategy in "allreduce()", "localsgd()", "async(servers=2)", "decentralized()", "sharded()":
+    assert main(["train", {str(job)!r}, "--dry-run", "--strategy", strategy]) == 0
+    assert "mpi4py.MPI" not in sys.modules, strategy
+"""
+    env = {**os.environ, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "4 ranks on 1 node(s)" in done.stdout
 
 
 def test_sixteen_nodes_of_four_gpus_are_planned_without_slurm(capsys, tmp_path):

@@ -8,8 +8,6 @@ run twice on the ranks where it failed, from the same random numbers.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -23,7 +21,7 @@ from mpitrain.model.in_place import refuse_renormed
 from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 from mpitrain.system.memory import available_bytes, give_large_blocks_back
 from mpitrain.training.agree import attempt
-from mpitrain.training.initial_weights import WeightsFile, start_from
+from mpitrain.training.initial_weights import RandomNumbers, WeightsFile, start_from
 from mpitrain.training.measure import build_module
 
 if TYPE_CHECKING:
@@ -134,21 +132,3 @@ def _mind_memory(session: Session, module: nn.Module) -> None:
     if whole > available * HARDLY and give_large_blocks_back() and runtime.rank == 0:
         sizes = {"whole_model_bytes": whole, "available_bytes": int(available)}
         session.report.event("memory is scarce: freed blocks go back to the system at once", **sizes)
-
-
-class RandomNumbers:
-    """The states of all random numbers that a constructor may draw from, as they are now."""
-
-    def __init__(self) -> None:
-        self._python, self._torch = random.getstate(), torch.get_rng_state()
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-
-    def restore(self) -> None:
-        """Go back to them."""
-        random.setstate(self._python)
-        torch.set_rng_state(self._torch)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state_all(self._cuda)
