@@ -39,12 +39,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, required=True)
 size = parser.parse_args().batch_size
 model = torch.nn.Linear(2, 1)
-data = torch.utils.data.TensorDataset(torch.randn(4 * size, 2), torch.randn(4 * size, 1))
-loader = torch.utils.data.DataLoader(data, batch_size=size)
-model, optimizer, loader = mt.wrap(
-    model, torch.optim.SGD(model.parameters(), lr=0.1), loader, strategy=mt.AllReduce()
-)
-for x, y in loader:
+model, optimizer = mt.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), mt.AllReduce())
+for x, y in [(torch.randn(size, 2), torch.randn(size, 1))] * 4:
     optimizer.zero_grad()
     torch.nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()
