@@ -22,6 +22,7 @@ from mpitrain.system.saying import flush
 from mpitrain.training.job_file import load_job
 
 if TYPE_CHECKING:
+    from mpitrain.training.outcome import RunOutcome
     from mpitrain.training.session import Session
 
 __all__ = ["train", "train_command"]
@@ -124,7 +125,7 @@ def _train(
             session.close()
 
 
-def _runner(strategy: Strategy) -> Callable[[Session], dict[str, Any]]:
+def _runner(strategy: Strategy) -> Callable[[Session], RunOutcome]:
     """The function that runs this strategy; each imports only what it needs of torch."""
     if isinstance(strategy, AllReduce):
         from mpitrain.training.synchronous.launch import run_allreduce

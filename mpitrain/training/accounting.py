@@ -53,7 +53,7 @@ class Account:
         """Write the end down, on rank 0; returns what `result.json` says of all starts.
 
         Args:
-            parts: what `counted` has said on every rank that answers, among other things.
+            parts: what `counted` has said on every rank that answers.
         """
         source, joules = "slurm", joules_by_slurm()
         if joules is None:

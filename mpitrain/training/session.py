@@ -47,6 +47,7 @@ from mpitrain.training.fingerprint import contents_of, file_digest, options
 from mpitrain.training.judge import NOBODY_LEFT, judge
 from mpitrain.training.mllog_facts import mllog_facts
 from mpitrain.training.open_run import open_run
+from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.tracing import begin_trace, nothing_traced
 from mpitrain.training.validate import check_precision, validate_run
 
@@ -161,26 +162,28 @@ class Session:
         planned = self.catalogue.num_samples * self.job.epochs
         return planned if batches is None else batches * self.job.step_samples
 
-    def finish(self, outcome: dict[str, Any]) -> dict[str, Any]:
+    def finish(self, outcome: RunOutcome) -> dict[str, Any]:
         """Gather every rank's `outcome`, judge the run, write `result.json` and print the FOM line on rank
         0; returns the result, with the rows of all ranks on rank 0, and with a rank's own elsewhere.
         """
-        outcome["traced_steps"] = trace.finish()
+        outcome.traced_steps = trace.finish()
         from mpitrain.training.measure import device_type
 
-        outcome |= self.account.counted() if self.account else {}
-        outcome["device"] = "" if self.role in ("server", "aggregator") else device_type()
+        outcome.account = self.account.counted() if self.account else {}
+        outcome.device = "" if self.role in ("server", "aggregator") else device_type()
 
         # where ranks may be lost: messages from those that answer, no collective
         living = may_miss(self.runtime, self.strategy)
-        gathered = self._gather_living(outcome) if living else self.runtime.gather(outcome)
+        told = vars(outcome)
+        rows = self._gather_living(told) if living else self.runtime.gather(told)
         result = None
-        if gathered is not None:
+        if rows is not None:
+            gathered = [RunOutcome(**row) for row in rows]
             self.before_result()
             result = result_of(self, gathered)
             if self.account:
-                result |= self.account.end(gathered, result["wall_s"])
-            if self.job.trace is not None and not any(one.get("traced_steps") for one in gathered):
+                result |= self.account.end([one.account for one in gathered], result["wall_s"])
+            if self.job.trace is not None and not any(one.traced_steps for one in gathered):
                 self.report.event("warning", text=nothing_traced(self.job.trace))
             report_end(self.report, result)
             self._report_last_checkpoint(result)
@@ -211,8 +214,8 @@ class Session:
             of = f"{found.samples} of {result['samples']}"
             self.report.event("newest checkpoint", samples=of, reason="more epochs go on from there")
 
-    def _gather_living(self, outcome: dict[str, Any]) -> list[dict[str, Any]] | None:
-        gathered = self.runtime.gather_living(outcome)
+    def _gather_living(self, told: dict[str, Any]) -> list[dict[str, Any]] | None:
+        gathered = self.runtime.gather_living(told)
         return None if gathered is None else [gathered[rank] for rank in sorted(gathered)]
 
 
@@ -414,11 +417,11 @@ def report_end(report: Report | NullReport, result: dict[str, Any]) -> None:
     report.event("end", **fields, model=result["model"])
 
 
-def rows_of(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+def rows_of(outcomes: list[RunOutcome]) -> dict[str, Any]:
     """What the result holds of every rank."""
     return {
-        "injected": [row for outcome in outcomes for row in outcome.get("injected", [])],
-        "ranks": [outcome["detail"] for outcome in outcomes],
+        "injected": [row for outcome in outcomes for row in outcome.injected],
+        "ranks": [outcome.detail for outcome in outcomes],
     }
 
 
@@ -427,27 +430,27 @@ def without_rows(result: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in result.items() if name not in ("injected", "ranks")}
 
 
-def result_of(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
+def result_of(session: Session, gathered: list[RunOutcome]) -> dict[str, Any]:
     """Put the ranks' outcomes together: figures, validation metrics, and whether the run did what it was
     asked to.
     """
     merged: dict[str, Any] = {}
     for outcome in gathered:
-        merged |= outcome.get("result", {})
+        merged |= outcome.result or {}
     if "metrics" not in merged:
         merged |= {"metrics": {}, "model": None}
-        gathered = [*gathered, {"failure": NOBODY_LEFT, "detail": {}}]
+        gathered = [*gathered, RunOutcome({}, NOBODY_LEFT)]
     failures = sorted(
-        (outcome["failure"] for outcome in [*gathered, merged] if outcome.get("failure")),
+        filter(None, [*(outcome.failure for outcome in gathered), merged.get("failure")]),
         key=lambda text: not text.startswith("rank"),
     )
-    ended = any(outcome.get("requeue") for outcome in gathered)
+    ended = any(outcome.requeue for outcome in gathered)
     since = merged.get("best", {}).get("validations_since", 0)
     early = ended and session.job.patience is not None and since >= session.job.patience
     requeue = ended and not early
     if requeue and not failures:  # to run again takes a checkpoint, the last one
-        failures = [outcome["unwritten"] for outcome in gathered if outcome.get("unwritten")]
-    shards = [outcome["detail"] for outcome in gathered if outcome["detail"].get("role") == "server"]
+        failures = [outcome.unwritten for outcome in gathered if outcome.unwritten]
+    shards = [outcome.detail for outcome in gathered if outcome.detail.get("role") == "server"]
     if not failures and not ended and (differs := disagreement(shards)):
         failures = [differs]
     resume = session.resume
@@ -459,7 +462,7 @@ def result_of(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any
         "servers": len(session.roles.servers),
         **_aggregators(session),
         "nodes": session.runtime.num_nodes,
-        "device": "+".join(sorted({outcome.get("device") or "" for outcome in gathered} - {""})),
+        "device": "+".join(sorted({outcome.device for outcome in gathered} - {""})),
         "leg": session.leg,
         "run_dir": str(session.run_dir),
         "run": session.identity.run,

@@ -14,6 +14,7 @@ from mpitrain.strategies.placement import Roles
 from mpitrain.system.run_directory import Identity
 from mpitrain.training.fault_tolerance import level, warning
 from mpitrain.training.fingerprint import fingerprint
+from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.session import result_of
 from mpitrain.training.validate import validate_run
 from tests import toy
@@ -38,15 +39,8 @@ def judged(metrics, failure="", target=None, **more):
         resume=None, identity=Identity("run", "start"), about_data={},
         overrides=Overrides(), leg=1, runtime=SimpleNamespace(num_nodes=1, fault_tolerance="none", num_threads=None),
     )  # fmt: skip
-    outcomes = [
-        {
-            "detail": {},
-            "result": {"metrics": metrics, "samples": 1, "model": "m", "steps": 1},
-            "failure": "",
-            **more,
-        },
-        {"detail": {}, "failure": failure},
-    ]
+    result = {"metrics": metrics, "samples": 1, "model": "m", "steps": 1}
+    outcomes = [RunOutcome({}, result=result, **more), RunOutcome({}, failure)]
     return result_of(session, outcomes)
 
 

@@ -32,6 +32,7 @@ from mpitrain.training.measure import (
     share_module,
 )
 from mpitrain.training.measured_elsewhere import MeasuredByPeers
+from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.resume import about_run
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
@@ -42,7 +43,7 @@ def _flat(module: nn.Module, optimizer: Optimizer, strategy: Decentralized) -> F
     return FlatModel(module, optimizer, 1, why_not_in_place=strategy.why_not_in_place())
 
 
-def run_peers(session: Session) -> dict[str, Any]:
+def run_peers(session: Session) -> RunOutcome:
     """Train as one of the peers; returns what this rank knows of the run."""
     runtime, job, strategy = session.runtime, session.job, session.strategy
     assert isinstance(strategy, Decentralized)
@@ -79,13 +80,10 @@ def run_peers(session: Session) -> dict[str, Any]:
         counts, injected = _run(session, strategy, peer, replica, device)
     writer.wait()
     digests = runtime.allgather(counts["digest"])
-    outcome: dict[str, Any] = {
-        "detail": {
-            "role": "worker", **counts, **replica.statistics(with_norm=True), "checkpoints": writer.summary(),
-        },
-        "failure": "", "injected": injected, "requeue": checkpoints.ended,
-        "unwritten": writer.unwritten,
+    detail = {
+        "role": "worker", **counts, **replica.statistics(with_norm=True), "checkpoints": writer.summary(),
     }  # fmt: skip
+    outcome = RunOutcome(detail, "", checkpoints.ended, writer.unwritten, injected)
     everybody = runtime.allgather(
         {
             key: counts[key]
@@ -93,10 +91,10 @@ def run_peers(session: Session) -> dict[str, Any]:
         }
     )
     saved = save_final(session, replica) if first else {}
-    samples = None if outcome["requeue"] else peer.partition.samples
+    samples = None if outcome.requeue else peer.partition.samples
     metrics = measures.measure_together(runtime, samples) if measures is not None else {}
     if first:
-        outcome["result"] = {
+        outcome.result = {
             **meter.result(), **summary(everybody, digests, counts, peer.partition), **saved, "metrics": metrics,
             **validations.result(),
         }  # fmt: skip

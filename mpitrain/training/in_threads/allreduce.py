@@ -19,6 +19,7 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.threads.ranks import ThreadRanks
 from mpitrain.threads.sums import Sums
 from mpitrain.training.in_threads.collectives import ThreadCollectives
+from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.session import Session
 from mpitrain.training.synchronous.collectives import GroupCollectives
 from mpitrain.training.synchronous.ddp import ParallelModule
@@ -28,12 +29,12 @@ from mpitrain.training.synchronous.trainer import Trainer
 from mpitrain.training.synchronous.unused import check_used
 
 
-def run_allreduce(session: Session) -> dict[str, Any]:
+def run_allreduce(session: Session) -> RunOutcome:
     """Train synchronously; returns what this rank knows of the run."""
     return run_trainer(session, ThreadTrainer)
 
 
-def run_trainer(session: Session, trainer_class: type[Trainer]) -> dict[str, Any]:
+def run_trainer(session: Session, trainer_class: type[Trainer]) -> RunOutcome:
     """Train with all ranks taking the same number of steps, as `trainer_class` takes them."""
     module, optimizer, device = shared_model(session)
     with session.job.data.reader(session.catalogue, session.job.seed) as reader:

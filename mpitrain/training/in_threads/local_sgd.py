@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpitrain.training.in_threads.allreduce import run_trainer, threads_of
 from mpitrain.training.in_threads.collectives import ThreadCollectives
 from mpitrain.training.local_sgd.trainer import LocalSGDTrainer
+from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.session import Session
 from mpitrain.training.synchronous.collectives import GroupCollectives
 from mpitrain.training.synchronous.ddp import ParallelModule
 
 
-def run_local_sgd(session: Session) -> dict[str, Any]:
+def run_local_sgd(session: Session) -> RunOutcome:
     """Train under local SGD; returns what this rank knows of the run."""
     return run_trainer(session, ThreadLocalSGDTrainer)
 

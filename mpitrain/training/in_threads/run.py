@@ -40,6 +40,7 @@ from mpitrain.threads.ranks import ThreadRanks
 from mpitrain.training import signals
 from mpitrain.training.decentralized.run import run_peers
 from mpitrain.training.in_threads.check import check_job, check_launch
+from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.parameter_server.run import run_servers
 from mpitrain.training.session import Session, begin, prepare
 from mpitrain.training.watchdog.watchdog import Watchdog
@@ -237,7 +238,7 @@ def _copied(job: Job) -> Job:
     return dataclasses.replace(job, **changes)
 
 
-def _runner(strategy: Strategy) -> Callable[[Session], dict[str, Any]]:
+def _runner(strategy: Strategy) -> Callable[[Session], RunOutcome]:
     """The function that runs this strategy on one of the ranks."""
     if isinstance(strategy, AllReduce):
         from mpitrain.training.in_threads.allreduce import run_allreduce

@@ -13,6 +13,7 @@ import torch
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.local_sgd.averager import Ask, Averager
 from mpitrain.training.local_sgd.replica import LocalReplica
+from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints
@@ -23,7 +24,7 @@ from mpitrain.training.synchronous.trainer import CopyingTrainer
 from mpitrain.training.validation_parts import gather_parts
 
 
-def run_local_sgd(session: Session) -> dict[str, Any]:
+def run_local_sgd(session: Session) -> RunOutcome:
     """Train under local SGD; returns what this rank knows of the run."""
     return run_synchronous(session, LocalSGDTrainer)
 
@@ -126,8 +127,8 @@ class LocalSGDTrainer(CopyingTrainer):
         counts = self.averager.statistics()
         return counts | {"accepted": self.stepper.step * self.num_workers - self.stepper.nonfinite}
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> RunOutcome:
         """As of every synchronous run, with this rank's drift."""
         outcome = super().outcome()
-        outcome["detail"] |= {"drift": self.averager.drift, "nonfinite": self.stepper.local_nonfinite}
+        outcome.detail |= {"drift": self.averager.drift, "nonfinite": self.stepper.local_nonfinite}
         return outcome

@@ -37,6 +37,7 @@ from mpitrain.training.model_parallel.layers import Layers, build_by_layers
 from mpitrain.training.model_parallel.loss_proxy import call_with_output, model_inputs
 from mpitrain.training.model_parallel.stage_forward import StageForward
 from mpitrain.training.model_parallel.trainer import train_split
+from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.ddp import data_parallel
@@ -46,7 +47,7 @@ from mpitrain.training.validation import Part, batches_of, holding, observe, ope
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
-def run_pipeline(session: Session) -> dict[str, Any]:
+def run_pipeline(session: Session) -> RunOutcome:
     """Train in pipelines; returns what this rank knows of the run."""
     runtime, grid = session.mpi, grid_of(session)
     replica, part = grid.place(runtime.rank)

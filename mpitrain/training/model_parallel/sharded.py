@@ -21,11 +21,12 @@ from mpitrain.training.model_parallel.base import compare_parameters, device_mes
 from mpitrain.training.model_parallel.layers import build_by_layers
 from mpitrain.training.model_parallel.mesh import MeshStepper
 from mpitrain.training.model_parallel.trainer import train_split
+from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session
 
 
-def run_sharded(session: Session) -> dict[str, Any]:
+def run_sharded(session: Session) -> RunOutcome:
     """Train with sharded parameters; returns what this rank knows of the run."""
     runtime, job = session.mpi, session.job
     grid = grid_of(session)

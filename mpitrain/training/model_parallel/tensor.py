@@ -23,11 +23,12 @@ from mpitrain.training.model_parallel.layers import build_by_layers
 from mpitrain.training.model_parallel.mesh import MeshStepper
 from mpitrain.training.model_parallel.sharded import shard_module
 from mpitrain.training.model_parallel.trainer import train_split
+from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 
 
-def run_tensor(session: Session) -> dict[str, Any]:
+def run_tensor(session: Session) -> RunOutcome:
     """Train with sliced layers; returns what this rank knows of the run."""
     runtime, job = session.mpi, session.job
     grid = grid_of(session)

@@ -23,6 +23,7 @@ from mpitrain.training.judge import why_not_finite
 from mpitrain.training.measure import save_one_by_one
 from mpitrain.training.model_parallel.base import SplitStepper
 from mpitrain.training.model_parallel.state_shards import local, restore_shards, take_shards
+from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.replica_guard import ReplicaGuard
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
@@ -34,7 +35,7 @@ from mpitrain.training.validation_parts import gather_parts
 
 def train_split(
     session: Session, stepper: SplitStepper, parameters: list[str], optimizer: list[str]
-) -> dict[str, Any]:
+) -> RunOutcome:
     """Train with these steps; returns what this rank knows of the run. `parameters`: names and shapes of the whole
     model's, and how they are split; optimizer: its class and groups, as the job made it."""
     settle_allreduce(session)

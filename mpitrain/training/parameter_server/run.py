@@ -46,6 +46,7 @@ from mpitrain.training.measure import (
     share_module,
 )
 from mpitrain.training.measured_tables import measured_by_workers
+from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.parameter_server.builder import AnyStore, RoleBuilder
 from mpitrain.training.parameter_server.emergency_state import shard_writer, worker_writer
 from mpitrain.training.parameter_server.run_role import heartbeat_s, run_role
@@ -65,7 +66,7 @@ _SHOWN = (
 )  # fmt: skip
 
 
-def run_servers(session: Session) -> dict[str, Any]:
+def run_servers(session: Session) -> RunOutcome:
     """Serve or work, as this rank's role says; returns what this rank knows of the run."""
     runtime = session.runtime
     device = pick_device(runtime.local_rank) if session.role == "worker" else torch.device("cpu")
@@ -151,7 +152,7 @@ def server_strategy(session: Session) -> ServerStrategy:
 
 def _serve(
     session: Session, builder: RoleBuilder, optimizer: Optimizer, about_this_run: dict[str, Any]
-) -> dict[str, Any]:
+) -> RunOutcome:
     runtime, roles, strategy, model = session.runtime, session.roles, builder.strategy, builder.model
     shard = roles.servers.index(runtime.rank)
     store = builder.store(shard, optimizer)
@@ -196,14 +197,10 @@ def _serve(
     counts["checkpoints"] = writer.summary()
     counts |= store.statistics()
     counts["peak_waiting_buffers"] = store.pool.num_frames
-    outcome: dict[str, Any] = {
-        "detail": {"rank": runtime.rank, "role": "server", "shard": shard, **counts},
-        "failure": counts["failure"],
-        "requeue": server.checkpoints.ended,
-        "unwritten": writer.unwritten,
-    }
+    detail = {"rank": runtime.rank, "role": "server", "shard": shard, **counts}
+    outcome = RunOutcome(detail, counts["failure"], server.checkpoints.ended, writer.unwritten)
     if runtime.rank == roles.dealer:
-        outcome["result"] = {**meter.result(), **{key: counts[key] for key in _SHOWN}, **server.delivered}
+        outcome.result = {**meter.result(), **{key: counts[key] for key in _SHOWN}, **server.delivered}
     return outcome
 
 
@@ -216,7 +213,7 @@ def _workers_hold_their_own(builder: RoleBuilder, optimizer: Optimizer) -> bool:
     return strategy.optimizer == "worker" or coded or hooked or bool(trained_buffers(builder.model.module))
 
 
-def _aggregate(session: Session, builder: RoleBuilder) -> dict[str, Any]:
+def _aggregate(session: Session, builder: RoleBuilder) -> RunOutcome:
     """Stand between this node's workers and the servers. Nothing of this rank belongs to a checkpoint."""
     session.in_emergency("")
     attempt(session.runtime, lambda: None)  # the others restore what they go on from
@@ -224,7 +221,7 @@ def _aggregate(session: Session, builder: RoleBuilder) -> dict[str, Any]:
     peers = (*session.roles.servers, *session.roles.behind(session.place))
     counts = run_role(session, peers, lambda source, kind: buffers.empty(), aggregator.run())
     detail = {"role": "aggregator", **counts, "peak_waiting_buffers": buffers.num_buffers}
-    return {"detail": detail}
+    return RunOutcome(detail)
 
 
 def _restore_server(session: Session, server: Server, store: AnyStore, layout: Layout, shard: int) -> None:
@@ -275,7 +272,7 @@ def _work(
     optimizer: Optimizer,
     device: torch.device,
     about_this_run: dict[str, Any],
-) -> dict[str, Any]:
+) -> RunOutcome:
     runtime, job, model = session.runtime, session.job, builder.model
     runtime.may_die_alone = not builder.strategy.needs_all
     with job.data.reader(session.catalogue, job.seed) as reader:
@@ -310,10 +307,7 @@ def _work(
     writer.wait()
     codec = {"codec": replica.statistics()} if replica.coder else {}
     detail = {"role": "worker", **counts, **codec, "checkpoints": writer.summary()}
-    outcome: dict[str, Any] = {
-        "detail": detail, "injected": straggler.counts(), "unwritten": writer.unwritten
-    }  # fmt: skip
-    return outcome
+    return RunOutcome(detail, unwritten=writer.unwritten, injected=straggler.counts())
 
 
 def attempt_restore(session: Session, worker: Worker, replica: Replica, index: int) -> None:

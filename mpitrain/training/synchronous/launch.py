@@ -5,8 +5,6 @@ Invariants: it only composes; the steps themselves are a trainer's.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -15,6 +13,7 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.training.fault_tolerance import survives
 from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import pick_device, share_module
+from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.ddp import codec_of
@@ -23,12 +22,12 @@ from mpitrain.training.synchronous.recovery_state import RecoveryState
 from mpitrain.training.synchronous.trainer import Trainer
 
 
-def run_allreduce(session: Session) -> dict[str, Any]:
+def run_allreduce(session: Session) -> RunOutcome:
     """Train synchronously; returns what this rank knows of the run."""
     return run_synchronous(session, JointTrainer if session.job.step else Trainer)
 
 
-def run_synchronous(session: Session, trainer_class: type[Trainer]) -> dict[str, Any]:
+def run_synchronous(session: Session, trainer_class: type[Trainer]) -> RunOutcome:
     """Train with all ranks taking the same number of steps, as `trainer_class` takes them; where the launch
     reports deaths, the others go on."""
     runtime, job = session.runtime, session.job

@@ -28,6 +28,7 @@ from mpitrain.mpi.faults.shrink import process_failed, shrink
 from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 from mpitrain.mpi.process_group.process_group import init_default_group, leave_default_group
 from mpitrain.reporting.report import NullReport
+from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.session import Session
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.recovery_state import RecoveryState
@@ -42,7 +43,7 @@ class Retrainable(Protocol):
     def run(self) -> None:
         """Train to the end."""
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> RunOutcome:
         """What this rank knows of the run."""
 
     def keep_state(self) -> RecoveryState:
@@ -63,7 +64,7 @@ class Survivors:
         self.recoveries: list[dict[str, Any]] = []
         self.reported = set(self.runtime.lost)
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> RunOutcome:
         """Train until all that are left agree that they have come to the end; returns this rank's outcome."""
         self.runtime.survives_shrink = True
         error: BaseException | None = None
@@ -89,15 +90,15 @@ class Survivors:
                 error, agreed = failure.with_traceback(None), False
             self._drop_trainer()
         self._leave()
-        if "result" in outcome:
+        if outcome.result is not None:
             lost = sorted(rank for row in self.recoveries for rank in row["lost"])
-            outcome["result"] |= {
+            outcome.result |= {
                 "lost": {str(rank): "died" for rank in lost},
                 "recoveries": self.recoveries,
             }
         return outcome
 
-    def _train(self, error: BaseException | None, agreed: bool) -> dict[str, Any]:
+    def _train(self, error: BaseException | None, agreed: bool) -> RunOutcome:
         began_s = time.monotonic()
         if error is not None:
             shrink(self.runtime, error, agreed)

@@ -33,6 +33,7 @@ from mpitrain.training.measure import (
     num_warmup,
     save_model,
 )
+from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.replica_guard import ReplicaGuard
 from mpitrain.training.resume import restoring
 from mpitrain.training.resume_options import describe_optimizer, same_codec
@@ -400,7 +401,7 @@ class Trainer:
         with self.checkpoints.guard.changing() if averaged else contextlib.nullcontext():
             return measure_together(self.session.runtime, self.set_measure, samples, averaged)
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> RunOutcome:
         """What this rank knows of the run; the model is measured and saved, whatever happened."""
         ended = self.checkpoints.ended
         if not self.stepper.failure:
@@ -415,15 +416,12 @@ class Trainer:
                 self._save(self.session.run_dir / EMA_MODEL_FILE, metadata)
         metrics = self._measured(None if ended else self.stepper.samples)
         concluded = self._conclude()
-        outcome: dict[str, Any] = {
-            "detail": self._detail(),
-            "failure": self.stepper.failure or self._why_not_finite(),
-            "injected": self.delay.straggler.counts(),
-            "requeue": ended,
-            "unwritten": self.checkpoints.writer.unwritten,
-        }
+        outcome = RunOutcome(
+            self._detail(), self.stepper.failure or self._why_not_finite(), ended,
+            self.checkpoints.writer.unwritten, self.delay.straggler.counts(),
+        )  # fmt: skip
         if self._writes:
-            outcome["detail"]["checkpoints"] = self.checkpoints.writer.summary()
+            outcome.detail["checkpoints"] = self.checkpoints.writer.summary()
         if self.rank == 0:
             counts: dict[str, Any] = {
                 "accepted": self.stepper.step - self.stepper.nonfinite,
@@ -431,7 +429,7 @@ class Trainer:
                 "samples_left_out": self.course.num_left_out,
             }
             counts |= self._counts() | concluded | self.validations.result()
-            outcome["result"] = {**self.meter.result(), **counts, "metrics": metrics, "model": str(model)}
+            outcome.result = {**self.meter.result(), **counts, "metrics": metrics, "model": str(model)}
         return outcome
 
     def _detail(self) -> dict[str, Any]:
