@@ -236,9 +236,9 @@ def own_leases(size: int) -> tuple[float, float, int]:
     began_s = time.process_time()
     while True:
         before_s = time.process_time()
-        step = partition.take()
+        step = partition.take_step()
         partition.peek()
-        partition.settle()
+        partition.settle_step()
         costs.append(time.process_time() - before_s)
         if step is None:
             return statistics.median(costs), time.process_time() - began_s, position

@@ -151,7 +151,7 @@ def by_ranks(one, num_ranks, average_buffers=False):
     buffers = [[buffer.clone() for buffer in module.buffers()] for _ in range(num_ranks)]
     rounds = StepPartition(num_samples, one.batch_size, num_ranks, num_samples, False)
     for _ in range(one.epochs):
-        while (taken := rounds.take()) is not None:
+        while (taken := rounds.take_step()) is not None:
             optimizer.zero_grad()
             count = taken.num_samples
             for rank, lease in enumerate(taken.leases):
@@ -166,7 +166,7 @@ def by_ranks(one, num_ranks, average_buffers=False):
                     if same[0].is_floating_point():
                         mean = torch.stack(same).mean(0)
                         _copy([mean] * num_ranks, same)
-            rounds.settle()
+            rounds.settle_step()
             step += 1
         rounds.next_epoch()
     _copy(buffers[0], module.buffers())

@@ -237,7 +237,7 @@ def test_two_workers_draw_the_dropout_that_allreduce_draws(launched, servers):
 @pytest.mark.parametrize("workers", [2, 4])
 def test_over_several_windows_allreduce_trains_on_the_batches_that_servers_deal(launched, workers):
     """Bit for bit on dyadic gradients, with 13 windows of which each worker reads its own, and the last round, too."""
-    first, second, *_ = StepPartition(52, 16 // workers, workers, 4).take().leases
+    first, second, *_ = StepPartition(52, 16 // workers, workers, 4).take_step().leases
     assert first.start + first.num_samples < second.start  # so it is not one run shared out
     peers, served = launched(workers)[0], launched(workers + 1)[0]
     for index in range(len(toy.DYADIC)):

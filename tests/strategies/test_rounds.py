@@ -26,10 +26,10 @@ SIZES = {
 def drain(rounds, limit=10**6):
     """The rounds until the end of the epoch, or so many of them."""
     found = []
-    while len(found) < limit and (step := rounds.take()) is not None:
+    while len(found) < limit and (step := rounds.take_step()) is not None:
         found.append(list(step.leases))
         rounds.peek()  # as a trainer does, to read ahead
-        rounds.settle()
+        rounds.settle_step()
     return found
 
 
@@ -42,7 +42,7 @@ class DealtLeaseByLease:
         self.num_workers, self.batch_size = num_workers, batch_size
         self.dealer = BatchDealer(num_samples, 1 << 62, batch_size, None, False, num_workers, window)
 
-    def take(self):
+    def take_step(self):
         left = sum(count for _, count in self.dealer.left())
         drops = self.drop_last and self.num_samples >= self.full and left < self.full
         if left < self.num_workers or drops:
@@ -133,8 +133,8 @@ def test_a_rank_finds_its_own_lease_as_if_everybody_had_been_dealt_to(
             own.restore(state)
             slow.go_on_from(before[0])
         for _ in range(num_steps):
-            leases = slow.take()
-            step, mine = everybody.take(), own.take()
+            leases = slow.take_step()
+            step, mine = everybody.take_step(), own.take_step()
             if leases is None:
                 assert step is None and mine is None
                 left = sum(count for _, count in slow.dealer.left())
@@ -144,7 +144,7 @@ def test_a_rank_finds_its_own_lease_as_if_everybody_had_been_dealt_to(
                 counts = [lease.num_samples for lease in leases]
                 assert list(step.leases) == leases and mine.leases == (leases[rank],)
                 assert step[1:] == mine[1:] == (sum(counts), max(counts))
-                everybody.settle(), own.settle()
+                everybody.settle_step(), own.settle_step()
 
 
 @pytest.mark.parametrize(
@@ -158,10 +158,10 @@ def test_a_rank_finds_its_own_lease_in_what_others_have_left(stretches, cursor):
     fast = StepPartition(5000, 4, 3, 4)
     layout = [[owner, *run] for owner, run in stretches.items()]
     fast.restore(fast.state() | {"cursor": cursor, "stretches": layout})
-    while (leases := slow.take()) is not None:
+    while (leases := slow.take_step()) is not None:
         counts = [lease.num_samples for lease in leases]
-        assert fast.take() == (tuple(leases), sum(counts), max(counts))
-    assert fast.take() is None
+        assert fast.take_step() == (tuple(leases), sum(counts), max(counts))
+    assert fast.take_step() is None
 
 
 def calls_of(num_workers):

@@ -59,13 +59,13 @@ class StepPartition:
         """The next step; None at the end of the epoch."""
         return self._steps.step(self._num_taken, self.epoch)
 
-    def take(self) -> Step | None:
+    def take_step(self) -> Step | None:
         """The next step, to be settled before another is taken; None at the end of the epoch."""
         step = self.peek()
         self._num_taken += step is not None
         return step
 
-    def settle(self) -> None:
+    def settle_step(self) -> None:
         """The step taken last is done."""
         self._num_settled = self._num_taken
 
@@ -165,7 +165,7 @@ class StepCourse:
 
     def next_turn(self) -> StepTurn | None:
         """The next step, to be settled before another is taken; None at the end of an epoch."""
-        step = self.partition.take()
+        step = self.partition.take_step()
         if step is None:
             self.num_left_out += self.partition.next_epoch()
             return None

@@ -73,7 +73,7 @@ class ThreadStepper(WeighsAtLast):
         super().train(module, rates, parallel)
         self._shared = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
-    def take(self, parts: Parts, share: int, count: int) -> float:
+    def take_step(self, parts: Parts, share: int, count: int) -> float:
         """The first half of it, while the world may hold the lock of random numbers; `reduce_gradients` the second."""
         self.weight = None
         value = self.compute(parts, share, count)

@@ -45,8 +45,8 @@ class InjectedDelay:
         """The forward pass begins."""
         self._began_s = time.monotonic()
 
-    def take(self) -> float:
-        """After the step: sleep; returns the seconds. The communication thread goes on meanwhile."""
+    def sleep_after_step(self) -> float:
+        """Sleep; returns the seconds. The communication thread goes on meanwhile."""
         if not self.straggler.injections:
             return 0.0
         step = self.straggler.step

@@ -69,7 +69,7 @@ class JointStepper(Stepper):
         self._share = 1.0  # of the samples of the step
         self._num_prepared, self._refused = 0, False
 
-    def take(self, parts: Parts, share: int, count: int) -> float:
+    def take_step(self, parts: Parts, share: int, count: int) -> float:
         assert self.job.step is not None
         ((batch, _),) = self._awaited(iter(parts))
         assert batch is not None

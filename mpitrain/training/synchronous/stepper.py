@@ -101,13 +101,13 @@ class Stepper:
         if parallel is not None and parallel.hook is not None:
             parallel.hook.own_gradients = self.own_gradients
 
-    def take(self, parts: Parts, share: int, count: int) -> float:
+    def take_step(self, parts: Parts, share: int, count: int) -> float:
         """One step on this rank's `share` samples of the `count` of all ranks; returns the loss to report."""
         value = self.compute(parts, share, count)
         return self.update(value, share, count)
 
     def reduce_gradients(self) -> Exchange | None:
-        """What is still to be exchanged, and done, after `take`; None: the backward pass has exchanged everything."""
+        """What is still to be exchanged, and done, after `take_step`; None: its backward pass has exchanged all."""
         return None
 
     def compute(self, parts: Parts, share: int, count: int) -> float:

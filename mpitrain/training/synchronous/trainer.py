@@ -316,7 +316,7 @@ class Trainer:
     def local_step(self, turn: StepTurn) -> float:
         """A step on this rank's batches; returns the loss."""
         lease = turn.lease
-        return self.stepper.take(self._parts(lease, turn.largest), lease.num_samples, turn.num_samples)
+        return self.stepper.take_step(self._parts(lease, turn.largest), lease.num_samples, turn.num_samples)
 
     def reduce_gradients(self) -> Exchange | None:
         """What the stepper has not done in its step."""
@@ -340,12 +340,12 @@ class Trainer:
 
     def settle_checkpoint(self) -> None:
         """The step is over and reported."""
-        self.course.partition.settle()
+        self.course.partition.settle_step()
         if self._may_write_checkpoint():
             self._remember()
             self.checkpoints.after_step(self.stepper.step, self.stepper.samples)
             self._compare(self.replicas.after_step)  # the step is whole, whoever dies in here
-        self.stepper.compute_s += self.delay.take()
+        self.stepper.compute_s += self.delay.sleep_after_step()
 
     def statistics(self) -> dict[str, float]:
         """Further numbers for a row of progress."""
