@@ -134,13 +134,13 @@ class Preflight:
     """What was found about one source.
 
     Attributes:
-        why_not: why no sample was looked at; empty where one was.
+        unseen: why no sample was looked at; empty where one was.
     """
 
     num_samples: int
     num_files: int
     arrays: dict[str, Seen]
-    why_not: str = ""
+    unseen: str = ""
 
     @property
     def looked_at(self) -> int:
@@ -150,7 +150,7 @@ class Preflight:
     def summary(self) -> str:
         """How much there is, and how much of it was looked at."""
         files = f" in {self.num_files} file{'s' * (self.num_files != 1)}" if self.num_files else ""
-        return f"{self.num_samples} samples{files}, {self.why_not or f'{self.looked_at} looked at'}"
+        return f"{self.num_samples} samples{files}, {self.unseen or f'{self.looked_at} looked at'}"
 
     def lines(self) -> list[str]:
         """A line for each array."""
@@ -183,9 +183,9 @@ def look(source: Any, catalogue: Catalogue, longest_s: float = LONGEST_S) -> Pre
         elif isinstance(base, Samples):
             _look_at_samples(base, catalogue, found, until)
         else:
-            found.why_not = f"{type(base).__name__} is not looked at"
+            found.unseen = f"{type(base).__name__} is not looked at"
     except (DataError, OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
-        found.why_not = f"not looked at ({' '.join(str(error).split())[:200]})"
+        found.unseen = f"not looked at ({' '.join(str(error).split())[:200]})"
     return found
 
 
@@ -221,7 +221,7 @@ def _look_at_shards(source: Shards, catalogue: Catalogue, found: Preflight, unti
     for name, dtype in _stored_types(catalogue).items():
         found.arrays[name].stored = dtype
     if catalogue.chunk_bytes > LARGEST_BYTES:
-        found.why_not = f"not looked at, its chunks have {catalogue.chunk_bytes >> 20} MiB"
+        found.unseen = f"not looked at, its chunks have {catalogue.chunk_bytes >> 20} MiB"
         return
     rows = max(file.chunk_samples for file in catalogue.files)
     into: dict[str, Array] = {}

@@ -25,6 +25,7 @@ from mpitrain.model.server_steps import ServerSteps
 from mpitrain.model.step_hooks import check_step
 from mpitrain.model.tabled_shard import TabledStore
 from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.features import MPI, why_not
 from mpitrain.strategies.parameter_server.elastic import Elastic
 
 
@@ -34,7 +35,12 @@ def flat_model(module: nn.Module, optimizer: Optimizer, strategy: ServerStrategy
     apart = strategy.inflight > 1 or strategy.elastic
     wires = Wires(strategy.push_numbers, strategy.reply_numbers, apart, not strategy.reply_codec.is_none)
     return FlatModel(
-        module, optimizer, strategy.servers, wires, strategy.reduces, strategy.why_not_in_place()
+        module,
+        optimizer,
+        strategy.servers,
+        wires,
+        strategy.reduces,
+        why_not("changes in place", strategy, MPI),
     )
 
 

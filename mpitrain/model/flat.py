@@ -175,7 +175,7 @@ class FlatModel:
             model on a device keeps its own storage and is copied to and from pinned wire buffers).
         wires: between the model and the servers.
         reduces: workers all-reduce the dense parameters, which are in no wire buffer.
-        why_not_in_place: as `Strategy.why_not_in_place`.
+        in_place_lost: why what a pass changes of parameters in place is not kept; empty where it is.
 
     Attributes:
         parameters: in the wire buffers; reduced: those that workers all-reduce.
@@ -189,7 +189,7 @@ class FlatModel:
         num_shards: int,
         wires: Wires = Wires(),
         reduces: bool = False,
-        why_not_in_place: str = "",
+        in_place_lost: str = "",
     ):
         self.module, self.replies_coded = module, wires.replies_coded
         self.layout = make_layout(module, optimizer, num_shards, reduces)
@@ -199,7 +199,7 @@ class FlatModel:
         every = [parameter for _, parameter in named]
         dense = [parameter for parameter in every if id(parameter) not in of_tables]
         kept = [(name, parameter) for name, parameter in named if id(parameter) not in of_tables]
-        self.in_place = InPlaceGuard(kept, why_not_in_place)
+        self.in_place = InPlaceGuard(kept, in_place_lost)
         self.parameters, self.reduced = ([], dense) if reduces else (dense, [])
         self.device = every[0].device
         self.lookups = Lookups(tables, num_shards, self.device, self.layout.dtype) if tables else None

@@ -30,15 +30,15 @@ class InPlaceGuard:
     """Looks at parameters before and after a pass.
 
     Args:
-        named: the parameters; why_not: why what a pass changes of them cannot be kept, or "" where it can: then it is
+        named: the parameters; lost: why what a pass changes of them cannot be kept, or "" where it can: then it is
             only noted.
 
     Attributes:
         changed: names of those that a pass has changed.
     """
 
-    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], why_not: str):
-        self.named, self.why_not = list(named), why_not
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], lost: str):
+        self.named, self.lost = list(named), lost
         self.changed: dict[str, None] = {}
         self._due = Rarely()
         self._interval: tuple[list[tuple[int, int]], torch.Tensor | None] | None = None
@@ -69,7 +69,7 @@ class InPlaceGuard:
 
     def _contents(self) -> torch.Tensor | None:
         """For what marks do not show, where it matters and it is time to look."""
-        return fingerprints([one for _, one in self.named]) if self.why_not and self._due() else None
+        return fingerprints([one for _, one in self.named]) if self.lost and self._due() else None
 
     def marks(self) -> list[tuple[int, int]]:
         """What moves with a tensor that is changed in place, or given other memory."""
@@ -96,9 +96,9 @@ class InPlaceGuard:
         if not found:
             return
         self.changed |= dict.fromkeys(found)
-        if self.why_not:
+        if self.lost:
             raise UsageError(
-                f"{who} changes {found[0]!r} in place, and {self.why_not}: {WAY_OUT}; "
+                f"{who} changes {found[0]!r} in place, and {self.lost}: {WAY_OUT}; "
                 "localsgd() and elastic() keep what a worker changes"
             )
 
@@ -128,15 +128,15 @@ def renormed(module: nn.Module) -> list[str]:
     ]
 
 
-def refuse_renormed(module: nn.Module, why_not: str) -> None:
+def refuse_renormed(module: nn.Module, lost: str) -> None:
     """Refuse such layers where there is a reason to.
 
     Raises:
         UsageError: names one.
     """
-    if why_not and (names := renormed(module)):
+    if lost and (names := renormed(module)):
         raise UsageError(
-            f"max_norm of {names[0]!r} changes its weight in the forward pass, and {why_not}: {WAY_OUT}"
+            f"max_norm of {names[0]!r} changes its weight in the forward pass, and {lost}: {WAY_OUT}"
         )
 
 

@@ -47,26 +47,26 @@ def row_bytes(table: torch.Tensor) -> int:
     return table[0].numel() * table.itemsize
 
 
-def check_sparse_layers(module: nn.Module, why_not: str) -> None:
-    """Refuse layers with sparse gradients under a strategy that says `why_not`, which is empty where it takes them.
+def check_sparse_layers(module: nn.Module, refused: str) -> None:
+    """Refuse layers with sparse gradients under a strategy that says `refused`, which is empty where it takes them.
 
     Raises:
         UsageError: names one.
     """
-    for name, layer in sparse_layers(module).items() if why_not else ():
+    for name, layer in sparse_layers(module).items() if refused else ():
         kind = type(layer).__name__
-        raise UsageError(f"layer {name or kind!r} is {kind}(sparse=True): {why_not}; leave sparse=True out")
+        raise UsageError(f"layer {name or kind!r} is {kind}(sparse=True): {refused}; leave sparse=True out")
 
 
-def check_served_layers(module: nn.Module, why_not: str) -> None:
+def check_served_layers(module: nn.Module, refused: str) -> None:
     """Refuse layers whose rows live on servers where there are none, or where they cannot.
 
     Raises:
         UsageError: names one.
     """
-    for name in served_layers(module) if why_not else ():
+    for name in served_layers(module) if refused else ():
         raise UsageError(
-            f"layer {name or 'of the model'!r} is a ServedEmbedding: {why_not}; nn.Embedding holds its rows on "
+            f"layer {name or 'of the model'!r} is a ServedEmbedding: {refused}; nn.Embedding holds its rows on "
             "every worker"
         )
 

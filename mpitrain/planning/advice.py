@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from mpitrain.errors import UsageError
 from mpitrain.planning.scaling import Conditions, Setting, throughput
-from mpitrain.strategies.allreduce import AllReduce
-from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.system.sizes import size_text
 
 CRITERIA = ("speed", "accuracy", "accuracy-in=TIME", "accuracy-per-epoch", "cost")
@@ -128,9 +126,8 @@ def option(
         assert setting.runs is not None
         found = setting.runs.speed(setting, conditions, num_workers, batch)
         stale, samples = found.stale, found.step_samples
-        together = isinstance(setting.strategy, AllReduce | Split) or getattr(
-            setting.strategy, "lockstep", False
-        )
+        assert setting.strategy is not None
+        together = setting.strategy.lockstep
         accepted = samples / batch
         rule = "/ staleness" if stale else rule
     if together and num_workers > 1:

@@ -14,13 +14,9 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.errors import EXIT_OK, UsageError
 from mpitrain.job import Job, Overrides, apply_overrides
-from mpitrain.planning.codecs import describe_allreduce_codec, describe_server_codecs, message_sizes
-from mpitrain.planning.serverless import describe_decentralized, describe_local_sgd
-from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.planning.codecs import describe_server_codecs, message_sizes
+from mpitrain.planning.serverless import describe_serverless
 from mpitrain.strategies.base import ServerStrategy, Strategy
-from mpitrain.strategies.decentralized import Decentralized
-from mpitrain.strategies.local_sgd import LocalSGD
-from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.placement import Roles, allot, assign
 from mpitrain.system.saying import say
@@ -29,7 +25,6 @@ from mpitrain.system.trace import file_name
 from mpitrain.training.job_file import load_job
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -116,7 +111,7 @@ def describe(
     if catalogue.num_samples < len(roles.workers):
         raise UsageError(f"{len(roles.workers)} workers for {catalogue.num_samples} training samples")
     module, optimizer = _build(job, overrides.lr)
-    start_from(job, module, {} if isinstance(job.strategy, Split) else None)
+    start_from(job, module, {} if job.strategy.splits_model else None)
     lines = [
         f"job         {job.name}, {job.epochs} epochs, batch {_batch(job)} per worker, seed {job.seed}",
         f"strategy    {job.strategy}  =  {job.strategy!r}",
@@ -124,7 +119,7 @@ def describe(
         *([f"trace       {job.trace} of each rank, {file_name(0)} and so on"] if job.trace else []),
         "",
     ]
-    if isinstance(job.strategy, Split):
+    if job.strategy.splits_model:
         split = describe_split(job, overrides, nodes, catalogue.num_samples, module)
         return "\n".join([*lines, *split, "", *_seen(job, catalogue)])
     hosts = machine.hosts if machine else ()
@@ -146,8 +141,6 @@ def check_roles(job: Job, overrides: Overrides, nodes: tuple[int, ...], num_serv
     assert job.strategy is not None
     strategy = job.strategy
     roles = assign(nodes, strategy.num_servers(), strategy.placement, num_server_nodes, strategy.aggregates)
-    if job.strategy.why_not_over_mpi():
-        raise UsageError(f"{job.strategy}: {job.strategy.why_not_over_mpi()}")
     job.strategy.check_workers(len(roles.workers))
     validate_run(job, overrides, len(roles.workers))
     return roles
@@ -163,7 +156,8 @@ def _build(job: Job, lr: float | None) -> tuple[nn.Module, Any]:
     from mpitrain.training.measure import build, build_module, build_optimizer
 
     device, random_numbers = torch.device("cpu"), RandomNumbers()
-    if isinstance(job.strategy, Split):
+    assert job.strategy is not None
+    if job.strategy.splits_model:
         try:
             module = build_module(job, device, Deferred())
             return module, build_optimizer(job, module, lr)
@@ -201,13 +195,14 @@ def _data(job: Job, overrides: Overrides, catalogue: Catalogue, roles: Roles) ->
     batches = -(-catalogue.num_samples // job.step_samples)
     files = len(getattr(catalogue, "files", ()))
     lines = [f"data        {catalogue.num_samples} samples in {files} shard file(s)"]
-    if not isinstance(job.strategy, ServerStrategy):
+    if not roles.servers:
         steps = overrides.steps or job.epochs * -(-catalogue.num_samples // (job.step_samples * num_workers))
         lines.append(
             f"            {steps} steps of {num_workers} x {job.step_samples} samples; each worker "
             "reads its share of every shard"
         )
     else:
+        assert isinstance(job.strategy, ServerStrategy)
         pushes = overrides.steps * num_workers if overrides.steps else job.epochs * batches
         if job.strategy.batching != PerWorker():
             lines.append(
@@ -244,24 +239,7 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any, catalog
     numbers = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     lines = [f"model       {numbers:,} trainable numbers, {size_text(num_bytes)}"]
     if not roles.servers:
-        num = len(roles.workers)
-        if isinstance(job.strategy, LocalSGD):
-            return lines + describe_local_sgd(
-                job.strategy, module, num_bytes, numbers, num, job.step_samples * num
-            )
-        if isinstance(job.strategy, Decentralized):
-            return lines + describe_decentralized(job.strategy, module, num_bytes, num)
-        from mpitrain.model.sparse_gradients import sparse_layers
-
-        tables = sparse_layers(module)
-        num_bytes -= sum(table.weight.nbytes for table in tables.values())
-        least = size_text(2 * (num - 1) / num * num_bytes)
-        lines.append(
-            f"messages    allreduce of {size_text(num_bytes)} a step; at least {least} sent per rank"
-        )
-        lines += [_touched(name, table.weight) for name, table in tables.items()]
-        assert isinstance(job.strategy, AllReduce)
-        return lines + describe_allreduce_codec(job.strategy.codec, module, num_bytes, num)
+        return lines + describe_serverless(job, module, num_bytes, numbers, len(roles.workers))
     from mpitrain.model import check_optimizer
     from mpitrain.model.flat import make_layout
     from mpitrain.planning.tables import describe_reduced, describe_tables
@@ -293,14 +271,6 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any, catalog
     lines += describe_tables(job, strategy, module, catalogue)
     lines += describe_server_codecs(strategy, module, num_bytes)
     return lines
-
-
-def _touched(name: str, table: torch.Tensor) -> str:
-    from mpitrain.model.sparse_gradients import row_bytes
-    from mpitrain.mpi.process_group.algorithm_choice import index_bytes
-
-    each = f"{index_bytes(table.shape[:1])} + {row_bytes(table)} bytes"
-    return f"            and the touched rows of {name}: {each} each of {table.shape[0]:,} ({size_text(table.nbytes)})"
 
 
 def _every(num_batches: int) -> str:

@@ -5,9 +5,11 @@ Invariants: it asks the functions that the run asks (grid, stages, slices, units
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.job import Job, Overrides
+from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
@@ -37,14 +39,12 @@ def describe_split(
         "",
         f"data        {num_samples} samples; {steps} steps of {shares} x {job.step_samples}",
         "",
-        *_model(job, grid, module),
+        *_model(strategy, job, grid, module),
     ]
 
 
 def _placement(strategy: Split, grid: Grid, nodes: tuple[int, ...]) -> list[str]:
-    whole, part = {
-        Pipeline: ("pipeline", "stage"), TensorParallel: ("model", "slice"), Sharded: ("replica", "shard")
-    }[type(strategy)]  # fmt: skip
+    whole, part, _ = strategy.choose(_PARTS)
     lines = [f"{'node':>5}  {'ranks':<12} roles"]
     for node in sorted(set(nodes)):
         ranks = [rank for rank, home in enumerate(nodes) if home == node]
@@ -55,41 +55,48 @@ def _placement(strategy: Split, grid: Grid, nodes: tuple[int, ...]) -> list[str]
     return lines
 
 
-def _model(job: Job, grid: Grid, module: nn.Module) -> list[str]:
+def _model(strategy: Split, job: Job, grid: Grid, module: nn.Module) -> list[str]:
     total = sum(parameter.numel() for parameter in module.parameters())
+    _, _, describe = strategy.choose(_PARTS)
+    return [f"model       {total:,} numbers", *describe(strategy, job, grid, module)]
+
+
+def _stages(strategy: Pipeline, job: Job, grid: Grid, module: nn.Module) -> Iterator[str]:
+    from mpitrain.model.pipeline_stages import split_stages
+
+    for index, stage in enumerate(split_stages(module, grid.num_parts, job.stages)):
+        yield f"            stage {index}: {stage.num_parameters:,} numbers"
+    pieces = f"{strategy.microbatches} pieces of {job.batch_size // strategy.microbatches} samples"
+    yield f"messages    activations of {pieces} to the next stage, their gradients back"
+    if grid.num_replicas > 1:
+        yield f"            each stage's gradients averaged over {grid.num_replicas} pipelines"
+    yield f"bubble      {100 * strategy.bubble:.0f} % of a step idle, where stages take equally long"
+
+
+def _slices(strategy: TensorParallel, job: Job, grid: Grid, module: nn.Module) -> Iterator[str]:
+    from mpitrain.model.layer_cuts import slices
+
+    for name, way in slices(module, job.tensor_plan, grid.num_parts).items():
+        yield f"            {name}: {way}, 1/{grid.num_parts} per rank"
+    yield "messages    an allreduce of activations for each row layer, and of gradients for each column"
+    if grid.num_replicas > 1:
+        yield f"            gradients averaged over {grid.num_replicas} models by FSDP2"
+
+
+def _shards(strategy: Sharded, job: Job, grid: Grid, module: nn.Module) -> Iterator[str]:
+    from mpitrain.model.layer_cuts import units
+
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    lines = [f"model       {total:,} numbers"]
-    strategy = job.strategy
-    if isinstance(strategy, Pipeline):
-        from mpitrain.model.pipeline_stages import split_stages
+    held = num_bytes / grid.num_parts
+    yield f"            {held:,.0f} B of parameters per rank in {len(units(module)) + 1} units"
+    yield "messages    each unit's parameters gathered twice a step, its gradients reduced and scattered once"
+    if grid.num_replicas > 1:
+        yield f"            and averaged over {grid.num_replicas} replicas"
 
-        sizes = [stage.num_parameters for stage in split_stages(module, grid.num_parts, job.stages)]
-        lines += [f"            stage {index}: {size:,} numbers" for index, size in enumerate(sizes)]
-        pieces = f"{strategy.microbatches} pieces of {job.batch_size // strategy.microbatches} samples"
-        lines.append(f"messages    activations of {pieces} to the next stage, their gradients back")
-        if grid.num_replicas > 1:
-            lines.append(f"            each stage's gradients averaged over {grid.num_replicas} pipelines")
-        lines.append(
-            f"bubble      {100 * strategy.bubble:.0f} % of a step idle, where stages take equally long"
-        )
-    elif isinstance(strategy, TensorParallel):
-        from mpitrain.model.layer_cuts import slices
 
-        plan = slices(module, job.tensor_plan, grid.num_parts)
-        lines += [f"            {name}: {way}, 1/{grid.num_parts} per rank" for name, way in plan.items()]
-        lines.append(
-            "messages    an allreduce of activations for each row layer, and of gradients for each column"
-        )
-        if grid.num_replicas > 1:
-            lines.append(f"            gradients averaged over {grid.num_replicas} models by FSDP2")
-    else:
-        from mpitrain.model.layer_cuts import units
-
-        held = num_bytes / grid.num_parts
-        lines += [
-            f"            {held:,.0f} B of parameters per rank in {len(units(module)) + 1} units",
-            "messages    each unit's parameters gathered twice a step, its gradients reduced and scattered once",
-        ]
-        if grid.num_replicas > 1:
-            lines.append(f"            and averaged over {grid.num_replicas} replicas")
-    return lines
+# A family, what it calls the ranks of one model, what it calls a rank's part, and what it says of model and messages.
+_PARTS: dict[type[Strategy], tuple[str, str, Callable[[Any, Job, Grid, nn.Module], Iterator[str]]]] = {
+    Pipeline: ("pipeline", "stage", _stages),
+    TensorParallel: ("model", "slice", _slices),
+    Sharded: ("replica", "shard", _shards),
+}

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -346,6 +346,17 @@ _USUAL = [
 ]
 
 
+# Strategies whose speed follows from one batch and its messages, and as what kind; of others a virtual run tells it.
+_IN_CLOSED_FORM: dict[type[Strategy], Callable[[Any], str]] = {
+    Strategy: lambda one: "",
+    AllReduce: lambda one: "" if one.codes_allreduce else "allreduce",
+    LocalSGD: lambda one: "localsgd" if one == LocalSGD(one.period) else "",
+    Sync: lambda one: "servers" if _pushes_every_batch(one) else "",
+    Backup: lambda one: "servers" if _pushes_every_batch(one) else "",
+    Async: lambda one: "async" if _pushes_every_batch(one) else "",
+}
+
+
 def setting_of(text: str, module: Any, weights: Weights, runs: VirtualRuns) -> Setting:
     """A strategy's text as what its speed depends on."""
     from mpitrain.planning.codecs import message_sizes
@@ -359,17 +370,16 @@ def setting_of(text: str, module: Any, weights: Weights, runs: VirtualRuns) -> S
         )
     if runs.touches_rows:
         return setting_with_rows(text, strategy, runs)
-    if isinstance(strategy, AllReduce) and strategy.codec.is_none:
-        return Setting(text, "allreduce")
-    if isinstance(strategy, LocalSGD) and strategy == LocalSGD(strategy.period):
-        return Setting(text, "localsgd", period=strategy.period)
-    if isinstance(strategy, Sync | Backup | Async) and _pushes_every_batch(strategy):
+    kind = strategy.choose(_IN_CLOSED_FORM)(strategy)
+    if kind in ("allreduce", "localsgd"):
+        return Setting(text, kind, period=strategy.period_steps)
+    if kind:
+        assert isinstance(strategy, ServerStrategy)
         import torch
 
         push, reply = message_sizes(strategy, module, weights.numbers, torch.float32)
         shares = push / weights.gradients, reply / weights.gradients
-        kind = "async" if isinstance(strategy, Async) else "servers"
-        return Setting(text, kind, strategy.num_servers(), getattr(strategy, "spare", 0), 1, *shares)
+        return Setting(text, kind, strategy.num_servers(), strategy.spare, 1, *shares)
     return virtual_setting(text, runs)
 
 

@@ -6,18 +6,61 @@ Invariants: sizes come from the functions that the run asks; what is compared wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from mpitrain.job import Job
+from mpitrain.planning.codecs import describe_allreduce_codec
 from mpitrain.planning.units import break_even
+from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.system.sizes import size_text
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
-def describe_local_sgd(
+def describe_serverless(
+    job: Job, module: nn.Module, num_bytes: int, numbers: int, num_workers: int
+) -> list[str]:
+    """What travels, and what else a family has to say.
+
+    Args:
+        num_bytes, numbers: of all trained parameters.
+    """
+    strategy = job.strategy
+    assert strategy is not None
+    describe = strategy.choose(_DESCRIBED)
+    return describe(strategy, module, num_bytes, numbers, num_workers, job.step_samples * num_workers)
+
+
+def _allreduce(
+    strategy: AllReduce, module: nn.Module, num_bytes: int, numbers: int, num_workers: int, step_samples: int
+) -> list[str]:
+    from mpitrain.model.sparse_gradients import sparse_layers
+
+    tables = sparse_layers(module)
+    num_bytes -= sum(table.weight.nbytes for table in tables.values())
+    least = size_text(2 * (num_workers - 1) / num_workers * num_bytes)
+    return [
+        f"messages    allreduce of {size_text(num_bytes)} a step; at least {least} sent per rank",
+        *(_touched(name, table.weight) for name, table in tables.items()),
+        *describe_allreduce_codec(strategy.codec, module, num_bytes, num_workers),
+    ]
+
+
+def _touched(name: str, table: torch.Tensor) -> str:
+    from mpitrain.model.sparse_gradients import row_bytes
+    from mpitrain.mpi.process_group.algorithm_choice import index_bytes
+
+    each = f"{index_bytes(table.shape[:1])} + {row_bytes(table)} bytes"
+    return f"            and the touched rows of {name}: {each} each of {table.shape[0]:,} ({size_text(table.nbytes)})"
+
+
+def _local_sgd(
     strategy: LocalSGD, module: nn.Module, num_bytes: int, numbers: int, num_workers: int, step_samples: int
 ) -> list[str]:
     """What local SGD sends, what that costs here, and where allreduce would have hidden it."""
@@ -55,8 +98,8 @@ def describe_local_sgd(
     return lines
 
 
-def describe_decentralized(
-    strategy: Decentralized, module: nn.Module, num_bytes: int, number: int
+def _decentralized(
+    strategy: Decentralized, module: nn.Module, num_bytes: int, numbers: int, number: int, step_samples: int
 ) -> list[str]:
     """What a peer sends and holds under a decentralised strategy, and whether allreduce would send less."""
     from mpitrain.planning.codec_cost import measure_codec
@@ -92,3 +135,10 @@ def describe_decentralized(
             f"memory      {copies} copies of the model beside it on every rank: {size_text(copies * num_bytes)}"
         )
     return lines
+
+
+_DESCRIBED: dict[type[Strategy], Callable[..., list[str]]] = {
+    AllReduce: _allreduce,
+    LocalSGD: _local_sgd,
+    Decentralized: _decentralized,
+}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import io
 import tempfile
 from collections.abc import Sequence
@@ -16,15 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpitrain.codecs.none import Uncompressed
 from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.job import Job, Overrides
 from mpitrain.planning.scaling import Conditions, Setting, Virtual
 from mpitrain.reporting.targets import LOSS, Choice, choice_by_name, read_choice
 from mpitrain.simulation.comparison import Comparison
-from mpitrain.simulation.workload import codec_of
-from mpitrain.strategies.base import ServerStrategy, Strategy
-from mpitrain.strategies.local_sgd import LocalSGD
-from mpitrain.strategies.warmup import Warmup
+from mpitrain.strategies.base import Strategy
+from mpitrain.strategies.features import VIRTUAL, why_not
 from mpitrain.values import parse
 from mpitrain.virtual.compute import ComputeLaw, Constant
 from mpitrain.virtual.compute_laws import Persistent, Resampled
@@ -79,7 +77,7 @@ class VirtualRuns:
             UsageError: the strategy refuses this job, or so many workers.
         """
         assert setting.strategy is not None
-        strategy, samples = _after_warmup(setting.strategy), max(1, round(batch))
+        strategy, samples = setting.strategy.after_warmup(), max(1, round(batch))
         run = copy.copy(self._asked)  # what it has learnt of codecs stays common
         run.job = replace(self.job, batch_size=samples, accumulate=1)
         run.compute = _compute(conditions, batch)
@@ -110,7 +108,7 @@ class VirtualRuns:
         choice = _choice(self.job)
         rows = []
         for strategy, workers, lr in settings:
-            one = Trained(str(strategy), workers, workers + _num_servers(strategy), lr)
+            one = Trained(str(strategy), workers, workers + strategy.num_servers(), lr)
             try:
                 rows.append(
                     one._replace(**self._trained(strategy, workers, lr, conditions, choice, within_s))
@@ -157,11 +155,15 @@ def virtual_setting(text: str, runs: VirtualRuns) -> Setting:
     """A strategy that is run to learn its speed."""
     strategy = parse(text, "strategy")
     assert isinstance(strategy, Strategy)
-    wires = (getattr(strategy, name, "full") for name in ("push_wire", "reply_wire", "wire"))
-    coded = codec_of(strategy) is not None or any(wire != "full" for wire in wires)
-    period = strategy.period if isinstance(strategy, LocalSGD) and strategy.unit == "steps" else 1
+    coded = any(wire not in ("full", Uncompressed()) for wire in strategy.wires)
     return Setting(
-        text, "virtual", _num_servers(strategy), period=period, lossy=coded, strategy=strategy, runs=runs
+        text,
+        "virtual",
+        strategy.num_servers(),
+        period=strategy.period_steps,
+        lossy=coded,
+        strategy=strategy,
+        runs=runs,
     )
 
 
@@ -184,8 +186,9 @@ def setting_with_rows(text: str, strategy: Strategy, runs: VirtualRuns) -> Setti
     Raises:
         UsageError: it has no servers, or sends whole gradients.
     """
-    if not isinstance(strategy, ServerStrategy) or strategy.why_not_sparse():
-        why = strategy.why_not_sparse() or "how many rows ranks have in common depends on their batches"
+    why = why_not("sparse", strategy, VIRTUAL)
+    if why or not strategy.has_servers:
+        why = why or "how many rows ranks have in common depends on their batches"
         raise UsageError(
             f"plan: {text}: the model has tables of rows: {why}; plan strategies with servers, or let mpitrain "
             "simulate compute gradients"
@@ -209,10 +212,6 @@ def rank_trained(rows: Sequence[Trained], choice: Choice, criterion: str) -> lis
     return sorted(rows, key=key)
 
 
-def _num_servers(strategy: Strategy) -> int:
-    return strategy.num_servers() if isinstance(strategy, ServerStrategy) else 0
-
-
 def _choice(job: Job) -> Choice:
     """What tells a good model: what the job keeps its best by, else its target's metric, else the loss."""
     if job.keep_best:
@@ -233,27 +232,14 @@ def _compute(conditions: Conditions, batch: float) -> ComputeLaw:
 def _costs(strategy: Strategy, conditions: Conditions, batch: float) -> Costs:
     """A server's updates, reading and validations; other ranks' updates are part of a batch's time."""
     costs = Costs(read_s=conditions.read_s * batch / conditions.batch, validate_s=conditions.validate_s)
-    if not isinstance(strategy, ServerStrategy) or not conditions.apply_s:
+    if not strategy.has_servers or not conditions.apply_s:
         return costs
     passed_gb = costs.passes * conditions.num_bytes / 1e9
     return replace(costs, memory_gb_per_s=passed_gb / conditions.apply_s)
 
 
-def _after_warmup(strategy: Strategy) -> Strategy:
-    """The strategy as it is when its warm-up is over, which is most of a run."""
-    own = {field.name for field in dataclasses.fields(strategy)}
-    changes: dict[str, Any] = {"warmup": Warmup()} if "warmup" in own else {}
-    if isinstance(strategy, LocalSGD):
-        changes["start"] = 0
-    return replace(strategy, **changes)
-
-
 def _steps(strategy: Strategy, num_workers: int, samples: int) -> int:
     """Of a worker: whole rounds between two averagings or pushes, so that each has its share of them."""
     steps = max(LEAST_STEPS, min(STEPS, MOST_PUSHES // num_workers))
-    unit = getattr(strategy, "push_every", 1)
-    if isinstance(strategy, LocalSGD):
-        unit = strategy.period
-        if strategy.unit == "samples":
-            unit = -(-strategy.period // (num_workers * samples))
+    unit = strategy.steps_to_exchange(num_workers, samples)
     return -(-steps // unit) * unit

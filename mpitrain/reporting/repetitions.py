@@ -132,13 +132,13 @@ def ranked(settings: Iterable[Setting[Run]], by: Choice) -> list[Setting[Run]]:
         UsageError: they were measured on different data.
     """
     known = [one for one in settings if one.mean is not None and math.isfinite(one.mean)]
-    if why := why_not_comparable(known):
+    if why := difference_of_data(known):
         raise UsageError(why)
     sign = 1.0 if by.less_is_better else -1.0
     return sorted(known, key=lambda one: sign * float(one.mean or 0.0))
 
 
-def why_not_comparable(settings: Iterable[Setting[Run]]) -> str:
+def difference_of_data(settings: Iterable[Setting[Run]]) -> str:
     """Why a comparison of settings that have a figure would say nothing; empty where it does."""
     found: dict[frozenset[str], list[Setting[Run]]] = {}
     for one in settings:

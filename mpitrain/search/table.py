@@ -25,6 +25,7 @@ from mpitrain.reporting.repetitions import (
     Measured,
     Setting,
     data_of,
+    difference_of_data,
     figure_text,
     measured,
     options_of,
@@ -32,7 +33,6 @@ from mpitrain.reporting.repetitions import (
     repetition_of,
     setting_of,
     settings_among,
-    why_not_comparable,
 )
 from mpitrain.reporting.rows import metrics_in
 from mpitrain.reporting.run_files import RunFiles, read_runs
@@ -156,7 +156,7 @@ class Table:
     @property
     def note(self) -> str:
         """What people should know before they compare these runs; empty where nothing."""
-        return why_not_comparable(settings_among(self.measured(self.by.metric))) if self.by else ""
+        return difference_of_data(settings_among(self.measured(self.by.metric))) if self.by else ""
 
 
 def _value(row: RunRow, by: Choice) -> float | None:

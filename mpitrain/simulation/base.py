@@ -29,16 +29,15 @@ from mpitrain.simulation.collective_costs import all_reduces
 from mpitrain.simulation.measured_step import charged, with_measured
 from mpitrain.simulation.report import VirtualLog
 from mpitrain.simulation.step_costs import num_bytes_of
-from mpitrain.simulation.workload import codec_of, updates_itself
-from mpitrain.strategies.base import ServerStrategy
+from mpitrain.simulation.workload import codec_of
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
-from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.features import VIRTUAL, why_not
 from mpitrain.strategies.validation_policy import ValidationCadence, read_validation_policy
 from mpitrain.system.trace import TraceSteps, file_name, read_steps, switch
 from mpitrain.training.about_data import about_data
 from mpitrain.training.best_model import Validations, begin_from
 from mpitrain.training.initial_weights import start_from
-from mpitrain.training.judge import judge, why_not_finite
+from mpitrain.training.judge import divergence, judge
 from mpitrain.training.measure import MODEL_FILE, build, save_model
 from mpitrain.training.tracing import nothing_traced
 from mpitrain.training.validation import Measure, make_measure
@@ -109,7 +108,7 @@ class VirtualRun:
         made, strategy = build(self.job, self.options.lr, torch.device("cpu")), self.job.strategy
         assert strategy is not None
         if strategy.num_servers() or self.number > 1:
-            refuse_renormed(made[0], strategy.why_not_in_place())
+            refuse_renormed(made[0], why_not("changes in place", strategy, VIRTUAL))
         self._num_bytes = sum(one.nbytes for one in made[0].parameters() if one.requires_grad)
         self._loaded = start_from(self.job, made[0])
         return made
@@ -160,31 +159,32 @@ class VirtualRun:
         """Seconds of a task besides those of the compute law."""
         if effect.what == "checkpoint":
             return self.checkpoints.hold_up_s(rank)
+        strategy = self.job.strategy
+        assert strategy is not None
         return self.costs.seconds(
             effect.what,
             self._num_bytes * self.parts.get(rank, 1.0),
             effect.num_batches,
             effect.size,
-            codec_of(self.job.strategy) is not None,
-            updates_itself(self.job.strategy),
+            codec_of(strategy) is not None,
+            strategy.steps_on_workers,
         )
 
     def _trace(self, steps: TraceSteps, rank: int, world: VirtualWorld) -> VirtualTrace:
         strategy = self.job.strategy
-        role = self.helpers.get(rank, "peer" if isinstance(strategy, Decentralized) else "worker")
+        assert strategy is not None
+        role = self.helpers.get(rank, strategy.worker_role)
         return VirtualTrace(
             steps, self.run_dir / file_name(rank), rank, f"rank {rank} ({role}, virtual)",
             clock=lambda: world.now_s,
-            batches_per_push=strategy.push_every if isinstance(strategy, ServerStrategy) else 1,
+            batches_per_push=strategy.push_every,
             about={"clock": "virtual time, the same on all ranks"},
         )  # fmt: skip
 
     def start_alike(self) -> None:
         """`start`, for ranks that are all alike and report once a step of all."""
-        strategy = self.job.strategy
-        apart = (
-            isinstance(strategy, Decentralized) and strategy.asynchronous
-        )  # they compute on a thread of their own
+        assert self.job.strategy is not None
+        apart = self.job.strategy.asynchronous  # they compute on a thread of their own
         world = VirtualWorld(
             self.compute, self.network, self.job.seed, drive_computing=range(self.number) if apart else ()
         )
@@ -209,7 +209,7 @@ class VirtualRun:
         """Write the trained module; returns the file."""
         path = self.run_dir / name
         save_model(module, path, {"strategy": str(self.job.strategy)})
-        self._diverged = self._diverged or why_not_finite(module.named_parameters())
+        self._diverged = self._diverged or divergence(module.named_parameters())
         return path
 
     def run(self, roles: Sequence[Role], reduce: Reduce | None = None) -> list[Any]:

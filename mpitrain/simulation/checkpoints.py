@@ -296,8 +296,6 @@ def policy_of(
         UsageError: the job counts something, and its peers never meet to write; or a checkpoint is to be damaged, and
             none is written.
     """
-    if isinstance(job.strategy, Decentralized):
-        job.strategy.check_checkpoints(job.checkpoint_every)
     asked = checkpoint_every is not None or costs.checkpoint_gb_per_s or costs.restart_s
     asked = asked or any(isinstance(one, Crash | FileFault) for one in injections)
     mtbf_s = min(_mtbf_s(injections), job.mtbf_s)

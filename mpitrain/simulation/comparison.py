@@ -34,11 +34,8 @@ from mpitrain.simulation.measured_step import charged, with_measured
 from mpitrain.simulation.servers import simulate_job
 from mpitrain.simulation.timing import quantiles, time_run
 from mpitrain.simulation.workload import PAD_BYTES, Workload, codec_of
-from mpitrain.strategies.allreduce import AllReduce
-from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
-from mpitrain.strategies.decentralized import Decentralized
-from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.system.saying import say, tell
 from mpitrain.system.trace import read_steps
 from mpitrain.training.judge import asked_for
@@ -185,7 +182,8 @@ class Comparison:
         options = self._asked(job)
         nothing: dict[str, Any] = dict.fromkeys(("validate", *VALIDATED))
         job = replace(job, validate_ema=False, target={}, log=(), **nothing)
-        if isinstance(strategy, AllReduce | Split):
+        validate_simulation(job, options, number)
+        if strategy.lockstep and not strategy.has_servers:
             with tempfile.TemporaryDirectory() as scratch:
                 run_dir = str(folder) if job.trace is not None else scratch
                 run = VirtualRun(
@@ -200,7 +198,6 @@ class Comparison:
             for key in ("model", "run_dir"):  # nothing was trained, and the directory is gone
                 found.pop(key, None)
             return found | {"timing_only": True}
-        validate_simulation(job, options)
         steps = read_steps(job.trace)
         if steps is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -230,9 +227,10 @@ class Comparison:
 
     def _measured_shares(self, job: Job) -> dict[str, float]:
         """Of a short run with gradients."""
-        replies = getattr(job.strategy, "reply_codec", None)
-        coded = codec_of(job.strategy) is not None or (replies is not None and not replies.is_none)
-        if not coded and not (self.touches_rows and isinstance(job.strategy, ServerStrategy)):
+        strategy = job.strategy
+        assert strategy is not None
+        coded = codec_of(strategy) is not None or not strategy.reply_codec.is_none
+        if not coded and not (self.touches_rows and strategy.has_servers):
             return {}
         with tempfile.TemporaryDirectory() as scratch:
             options = replace(
@@ -246,7 +244,7 @@ class Comparison:
             full_bytes = load.num_parameters * load.number_bytes
             return max(0.0, num_bytes / messages - 2 * PAD_BYTES * shards) / full_bytes
 
-        if isinstance(job.strategy, Decentralized):
+        if not strategy.has_servers:
             sent, number = (sum(one[key] for one in found["ranks"]) for key in ("sent_bytes", "messages"))
             return {"push_share": share(sent, number)}
         pushes, shards = found["accepted"] + found["dropped"] + found["late"], len(found["shards"])

@@ -76,7 +76,6 @@ class LockstepRun:
     def __init__(self, virtual: VirtualRun, gradients: bool = True):
         self.virtual, self.gradients = virtual, gradients
         job, number = virtual.job, virtual.number
-        _check(virtual)
         self.grid = Grid(tuple((rank,) for rank in range(number)))
         num_samples, window = virtual.catalogue.num_samples, virtual.catalogue.window_samples
         if isinstance(job.strategy, Split):
@@ -458,26 +457,6 @@ class LockstepRun:
             for rank, (computed, waited) in enumerate(rows)
         ]
         return counts
-
-
-def _check(virtual: VirtualRun) -> None:
-    """Refuse what needs all ranks at once in the middle of a batch."""
-    job = virtual.job
-    if job.sync_batchnorm and virtual.number > 1:
-        raise UsageError(
-            f"{job.strategy}: sync_batchnorm looks at the batches of all ranks in the middle of a forward pass, and in "
-            "virtual time ranks compute one after another: leave it out of a simulation"
-        )
-    if job.step is not None:
-        raise UsageError(
-            f"{job.strategy}: several optimizers: the step function averages gradients in the middle of a step, and in "
-            "virtual time ranks compute one after another: use `mpitrain train`"
-        )
-    if isinstance(job.strategy, Split) and any(one.injections for one in virtual.stragglers):
-        raise UsageError(
-            f"--inject delays or fails workers that hold whole models, and those of {job.strategy} hold parts: leave "
-            "it out, or choose a strategy whose workers hold whole models"
-        )
 
 
 def _cut(batch: Batch, num_samples: int, count: int) -> Parts:

@@ -169,7 +169,7 @@ def _measure(
         "read_s": median(reads[WARMUP:]),
         "optimizer_s": median(updates[WARMUP:]),
         "trained_bytes": sum(one.nbytes for one in parameters),
-        **_coding_s(codec_of(job.strategy), module),
+        **_coding_s(codec_of(job.strategy) if job.strategy else None, module),
         "validate_s": _validate_s(job, module, device, now_s, for_s),
     }
     return Resampled(tuple(gradients[WARMUP:]), *_course(found)), found

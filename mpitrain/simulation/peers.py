@@ -12,6 +12,7 @@ from mpitrain.model.flat import FlatModel
 from mpitrain.reporting.report import NullReport
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.features import VIRTUAL, why_not
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.decentralized.builder import PeerBuilder
 from mpitrain.training.decentralized.run import summary
@@ -27,7 +28,7 @@ def simulate_peers(virtual: VirtualRun) -> dict[str, Any]:
     module, optimizer = virtual.build()
     virtual.start_alike()
     log = virtual.log
-    model = FlatModel(module, optimizer, 1, why_not_in_place=strategy.why_not_in_place())
+    model = FlatModel(module, optimizer, 1, in_place_lost=why_not("changes in place", strategy, VIRTUAL))
     with job.data.reader(virtual.catalogue, job.seed) as reader:
         measure = virtual.measure(module)
         replicas = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from mpitrain.simulation.local_sgd import simulate_local_sgd
 from mpitrain.simulation.lockstep import simulate_lockstep
 from mpitrain.simulation.peers import simulate_peers
 from mpitrain.strategies.allreduce import AllReduce
-from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.model_parallel.base import Split
@@ -55,6 +55,13 @@ from mpitrain.training.validate import validate_simulation
 from mpitrain.training.validation import Measure
 from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw, VirtualWorld
 
+_SERVERLESS: dict[type[Strategy], Callable[[VirtualRun], dict[str, Any]]] = {
+    AllReduce: simulate_lockstep,
+    Split: simulate_lockstep,
+    LocalSGD: simulate_local_sgd,
+    Decentralized: simulate_peers,
+}
+
 
 @background.failures_raised()
 def simulate_job(
@@ -70,14 +77,11 @@ def simulate_job(
     Raises:
         UsageError: a wrong option, or what has no roles to run in virtual time.
     """
-    validate_simulation(job, options)
-    if isinstance(job.strategy, Decentralized):
-        return simulate_peers(VirtualRun(job, options, num_workers, compute, network, costs))
-    if isinstance(job.strategy, LocalSGD):
-        return simulate_local_sgd(VirtualRun(job, options, num_workers, compute, network, costs))
-    if isinstance(job.strategy, AllReduce | Split):
-        return simulate_lockstep(VirtualRun(job, options, num_workers, compute, network, costs))
-    return _Simulation(job, options, num_workers, compute, network, costs=costs).simulate()
+    validate_simulation(job, options, num_workers)
+    assert job.strategy is not None
+    if job.strategy.has_servers:
+        return _Simulation(job, options, num_workers, compute, network, costs=costs).simulate()
+    return job.strategy.choose(_SERVERLESS)(VirtualRun(job, options, num_workers, compute, network, costs))
 
 
 @background.failures_raised()

@@ -7,7 +7,7 @@ What a part of a model takes of the time of a batch is its share of the paramete
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from mpitrain.job import Job
 from mpitrain.model.layer_cuts import slices, units
 from mpitrain.model.pipeline_stages import split_stages
 from mpitrain.simulation.collective_costs import Collectives
+from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
@@ -86,11 +87,12 @@ def split_schedule(
     """
     strategy = job.strategy
     assert isinstance(strategy, Split)
-    if isinstance(strategy, Pipeline):
-        return _pipeline(job, strategy, module, grid, costs, batch, forward_share)
-    if isinstance(strategy, TensorParallel):
-        return _tensor(job, module, grid, costs, batch, forward_share)
-    assert isinstance(strategy, Sharded)
+    return strategy.choose(_SCHEDULES)(job, module, grid, costs, batch, forward_share)
+
+
+def _sharded(
+    job: Job, module: nn.Module, grid: Grid, costs: Collectives, batch: Batch, forward_share: float
+) -> Schedule:
     units = _units(module, grid.ranks[0], [row[0] for row in grid.ranks], costs)
     return ShardedSteps(units, forward_share=forward_share)
 
@@ -145,9 +147,10 @@ def _tensor(
 
 
 def _pipeline(
-    job: Job, strategy: Pipeline, module: nn.Module, grid: Grid, costs: Collectives, batch: Batch,
-    forward_share: float,
-) -> Schedule:  # fmt: skip
+    job: Job, module: nn.Module, grid: Grid, costs: Collectives, batch: Batch, forward_share: float
+) -> Schedule:
+    strategy = job.strategy
+    assert isinstance(strategy, Pipeline)
     stages = split_stages(module, grid.num_parts, job.stages)
     total = sum(stage.num_parameters for stage in stages) or 1
     shares = [stage.num_parameters / total for stage in stages]
@@ -212,3 +215,10 @@ def check_split(job: Job, number: int) -> Split:
     job.strategy.check_workers(number)
     job.strategy.check_batch(job.batch_size)
     return job.strategy
+
+
+_SCHEDULES: dict[type[Strategy], Callable[..., Schedule]] = {
+    Pipeline: _pipeline,
+    TensorParallel: _tensor,
+    Sharded: _sharded,
+}

@@ -9,9 +9,9 @@ Nothing is validated.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mpitrain.codecs.none import Uncompressed
 from mpitrain.effects import Compute, Role
@@ -44,7 +44,7 @@ from mpitrain.simulation.empty import (
     Quiet,
 )
 from mpitrain.simulation.workload import Workload as Workload
-from mpitrain.simulation.workload import codec_of, updates_itself
+from mpitrain.simulation.workload import codec_of
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
 from mpitrain.strategies.decentralized import Decentralized
@@ -90,15 +90,7 @@ def time_run(
         UsageError: a strategy that has no roles of its own, or more workers than samples.
     """
     run = _Timing(strategy, workload, num_workers, compute, network, seed, injections, costs, trace, policy)
-    if isinstance(strategy, ServerStrategy):
-        found = run.over_servers(strategy)
-    elif isinstance(strategy, Decentralized):
-        found = run.among_peers(strategy)
-    elif isinstance(strategy, LocalSGD):
-        found = run.local_sgd(strategy)
-    else:
-        raise UsageError(f"{strategy}: timing only has roles for servers, decentralized and localsgd")
-    return run.result(found)
+    return run.result(strategy.choose(_ROLES)(run, strategy))
 
 
 class _Timing:
@@ -129,9 +121,9 @@ class _Timing:
         )
         self.costs, self.trace, self.policy, self.injections = costs, trace, policy, injections
         self.parts: dict[int, float] = {}  # of the parameters that a rank holds, where it is not all of them
-        self.codes, self.updates_itself = codec_of(strategy) is not None, updates_itself(strategy)
-        peers = isinstance(strategy, Decentralized) and strategy.asynchronous
-        self.world = VirtualWorld(compute, network, seed, drive_computing=range(number) if peers else ())
+        self.codes, self.updates_itself = codec_of(strategy) is not None, strategy.steps_on_workers
+        apart = range(number) if strategy.asynchronous else ()
+        self.world = VirtualWorld(compute, network, seed, drive_computing=apart)
         self.checkpoints = self._make_checkpoints()
 
     def _make_checkpoints(self) -> Checkpoints:
@@ -321,9 +313,7 @@ class _Timing:
 
     def _run(self, roles: Sequence[Role], together: AllReduces | None = None) -> list[dict[str, Any]]:
         followed = {rank: self._straggling(rank, role) for rank, role in enumerate(roles)}
-        self._observe(
-            dict.fromkeys(followed, "peer" if isinstance(self.strategy, Decentralized) else "worker")
-        )
+        self._observe(dict.fromkeys(followed, self.strategy.worker_role))
         returned = self.world.run(followed, together)
         return [returned[rank] for rank in range(self.number)]
 
@@ -340,7 +330,7 @@ class _Timing:
             rank: VirtualTrace(
                 steps, folder / file_name(rank), rank, f"rank {rank} ({name}, virtual)",
                 clock=lambda: world.now_s,
-                batches_per_push=getattr(self.strategy, "push_every", 1),
+                batches_per_push=self.strategy.push_every,
                 about={"clock": "virtual time, the same on all ranks"},
             )
             for rank, name in names.items()
@@ -404,3 +394,15 @@ def quantiles(histogram: Mapping[str, int]) -> dict[str, int]:
 
 def _nobody_asks(brought: list[Any]) -> list[Any]:
     raise AssertionError("empty workers bring nothing to a collective")
+
+
+def _without_roles(run: _Timing, strategy: Strategy) -> NoReturn:
+    raise UsageError(f"{strategy}: timing only has roles for servers, decentralized and localsgd")
+
+
+_ROLES: dict[type[Strategy], Callable[[_Timing, Any], Any]] = {
+    Strategy: _without_roles,
+    ServerStrategy: _Timing.over_servers,
+    Decentralized: _Timing.among_peers,
+    LocalSGD: _Timing.local_sgd,
+}

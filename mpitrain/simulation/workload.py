@@ -11,8 +11,7 @@ from typing import Any
 
 from mpitrain.codecs.base import Codec
 from mpitrain.errors import UsageError
-from mpitrain.strategies.decentralized import Decentralized
-from mpitrain.strategies.local_sgd import LocalSGD
+from mpitrain.strategies.base import Strategy
 
 PAD_BYTES = 64  # a payload's numbers are padded to a multiple of these, and stand between two pads
 NUMBER_BYTES = {"float16": 2.0, "bfloat16": 2.0, "int8": 65 / 64}  # of numbers that are rounded to travel
@@ -84,7 +83,7 @@ class Workload:
             ),
             "reduced_bytes": reduced_bytes(job, module, optimizer),
         }
-        if checkpoints or getattr(job.strategy, "average_optimizer", False):
+        if checkpoints or (job.strategy is not None and job.strategy.average_optimizer):
             fields["optimizer_bytes"] = state_bytes(numbers, optimizer) or 0
         return cls(**{**fields, **changes})
 
@@ -111,12 +110,7 @@ class Workload:
         return 2 * PAD_BYTES + -(-math.ceil(num_bytes) // PAD_BYTES) * PAD_BYTES
 
 
-def codec_of(strategy: Any) -> Codec | None:
+def codec_of(strategy: Strategy) -> Codec | None:
     """What a worker's gradients are encoded with, where they are."""
-    codec = getattr(strategy, "push_wire", None) or getattr(strategy, "codec", None)
-    return codec if isinstance(codec, Codec) and codec.name != "none" else None
-
-
-def updates_itself(strategy: Any) -> bool:
-    """Whether a worker steps an optimizer of its own with every gradient."""
-    return isinstance(strategy, LocalSGD | Decentralized) or getattr(strategy, "optimizer", "") == "worker"
+    wire = next(iter(strategy.wires), "full")
+    return wire if isinstance(wire, Codec) and not wire.is_none else None

@@ -7,6 +7,7 @@ nothing to decide.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from mpitrain.codecs.base import Codec
 from mpitrain.codecs.none import Uncompressed
@@ -25,22 +26,13 @@ class AllReduce(Strategy):
         codec: what travels in place of the gradients.
     """
 
+    all_reduces: ClassVar[bool] = True
+    lockstep: ClassVar[bool] = True
+    wire_fields: ClassVar[tuple[str, ...]] = ("codec",)
+    needs_all = False
+
     codec: Codec = field(default=Uncompressed(), metadata={"kind": "codec"})
 
     @property
     def clips_mean(self) -> bool:
         return self.codec.is_none
-
-    def why_not_batch_statistics(self) -> str:
-        return ""
-
-    def why_not_sparse(self) -> str:
-        return "" if self.codec.is_none else "a codec codes whole gradients; use allreduce() without one"
-
-    def why_not_in_place(self) -> str:
-        return "each worker changes what its own batch looks up, so that their replicas part"
-
-    def why_not_joint_steps(self) -> str:
-        if self.codec.is_none:
-            return ""
-        return "a codec codes the gradients of one backward pass a step; use allreduce() without one"

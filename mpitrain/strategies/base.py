@@ -12,9 +12,9 @@ which of the waiting workers may read the model and go on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from mpitrain.codecs.base import Codec
 from mpitrain.codecs.none import Uncompressed
@@ -70,9 +70,12 @@ class Verdict(NamedTuple):
     restart: tuple[int, ...] = ()
 
 
+Chosen = TypeVar("Chosen")
 WIRES = ("full", "float16", "bfloat16")
 OPTIMIZERS = ("server", "worker")
 AGGREGATES = ("none", "node")
+# pushes in a row that are not finite: a broken device, for a batch would be one among others
+MOST_NONFINITE = 10
 
 
 def _numbers_of(wire: str | Codec) -> str:
@@ -90,10 +93,120 @@ NOTHING = Verdict(0.0, False, ())
 
 @dataclass(frozen=True, repr=False)
 class Strategy(Value):
-    """Base of every value that `--strategy` accepts. `placement`, `aggregate`: of servers, where there are any."""
+    """Base of every value that `--strategy` accepts. What is asked of one is asked of all: here stand the answers of a
+    strategy without servers, codec or periods. `placement`, `aggregate`: of servers, where there are any."""
 
     placement = "spread"
     aggregate = "none"
+    push_every = 1
+    optimizer = "server"  # whose takes the steps
+    stragglers = "finish"
+    warmup = Warmup()
+    asynchronous = False  # whether peers take in messages while they compute
+    average_optimizer = False
+    spare = 0  # workers that an update does not wait for
+    stages = parallel = microbatches = 1  # of one model
+
+    splits_model: ClassVar[bool] = False  # whether ranks hold parts of one model
+    has_stages: ClassVar[bool] = False  # whether such a part is a run of whole layers
+    gathers_layers: ClassVar[bool] = (
+        False  # whether each rank computes whole layers, put together from all shards
+    )
+    all_reduces: ClassVar[bool] = (
+        False  # whether each worker steps a whole replica with the mean gradient of all
+    )
+    lockstep: ClassVar[bool] = False  # whether an update is the mean of gradients of one version
+    elastic: ClassVar[bool] = False  # whether a push carries parameters and is answered with a difference
+    reduces: ClassVar[bool] = False  # whether workers all-reduce what is in no table, and servers do the rest
+    sends_messages: ClassVar[bool] = False  # whether workers are sent any, and meet not in collectives alone
+    wire_fields: ClassVar[tuple[str, ...]] = ()  # what numbers travel as, from the worker first
+    aggregates_by: ClassVar[str] = (
+        ""  # "sum", "forward", or empty where nothing stands between servers and workers
+    )
+    worker_role: ClassVar[str] = "worker"  # as traces name it
+
+    def choose(self, table: Mapping[type[Strategy], Chosen]) -> Chosen:
+        """The entry of a table by family: that of the strategy's class, or of the nearest base that has one."""
+        return next(table[one] for one in type(self).__mro__ if one in table)
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether some ranks hold the parameters, or tables of them, and train nothing."""
+        return self.num_servers() > 0
+
+    @property
+    def wires(self) -> tuple[str | Codec, ...]:
+        """What numbers travel as: "full" for the model's own, another word, or a codec."""
+        return tuple(getattr(self, key) for key in self.wire_fields)
+
+    @property
+    def push_codec(self) -> Codec:
+        """What codes a worker's messages, beyond a choice of numbers; `none()` where nothing does."""
+        return next((wire for wire in self.wires[:1] if isinstance(wire, Codec)), Uncompressed())
+
+    @property
+    def reply_codec(self) -> Codec:
+        """The same for what servers answer."""
+        return Uncompressed()
+
+    @property
+    def codes_allreduce(self) -> bool:
+        """Whether gradients are averaged through a codec."""
+        return self.all_reduces and not self.push_codec.is_none
+
+    @property
+    def correction(self) -> str:
+        """The name of a damping that changes gradients by more than a factor; empty where none does."""
+        return ""
+
+    @property
+    def steps_on_workers(self) -> bool:
+        """Whether each worker steps an optimizer of its own."""
+        return self.optimizer == "worker"
+
+    @property
+    def moves(self) -> bool:
+        """Whether workers change their parameters between reads."""
+        return False
+
+    @property
+    def mixes(self) -> bool:
+        """Whether parameters are mixed (gossip), rather than updates applied by all."""
+        return False
+
+    @property
+    def never_meets(self) -> bool:
+        """Whether workers neither wait for one another nor meet before the end."""
+        return False
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether nobody goes on without a worker that dies."""
+        return True
+
+    @property
+    def sums_on_nodes(self) -> bool:
+        """Whether what a server is sent of a node is the sum of its workers' gradients."""
+        return self.aggregates and self.aggregates_by == "sum"
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether some of the workers train alone at first."""
+        return self.warmup.epochs > 0
+
+    @property
+    def period_steps(self) -> int:
+        """From one averaging to the next, where that is counted in steps."""
+        return 1
+
+    def after_warmup(self) -> Strategy:
+        """The strategy as it is once all workers do what they do in the end."""
+        changes: dict[str, Any] = {"warmup": Warmup()} if self.warms_up else {}
+        return replace(self, **changes)
+
+    def steps_to_exchange(self, num_workers: int, samples: int) -> int:
+        """A worker's steps between two pushes or averagings, each of so many samples."""
+        return self.push_every
 
     @property
     def aggregates(self) -> bool:
@@ -120,60 +233,14 @@ class Strategy(Value):
     def check_workers(self, num_workers: int) -> None:
         """Raise `UsageError` when so many workers, all in all, cannot run this strategy."""
 
+    def check_batch(self, batch_size: int) -> None:
+        """Raise `UsageError` when a batch of so many samples cannot be trained like this."""
+
     @property
     def clips_mean(self) -> bool:
         """Whether a job's `clip_norm` and `clip_value` act on the gradient that is stepped with, as a rule the mean of
         all workers'. Otherwise they act on each worker's own, before it is coded or pushed."""
         return False
-
-    def why_not_clipped(self, by_norm: bool) -> str:
-        """Empty, or why it cannot clip gradients (`by_norm`: by their norm, not only number by number)."""
-        return ""
-
-    def why_not_accumulated(self) -> str:
-        """Empty, or why it cannot add up the gradients of several batches before a step."""
-        return ""
-
-    def why_not_batch_statistics(self) -> str:
-        """Empty, or why BatchNorm cannot look at the batches of all workers (`sync_batchnorm`)."""
-        return (
-            "its workers do not meet in the forward pass, so there is no common batch to take statistics of; use "
-            "allreduce() or sharded()"
-        )
-
-    def why_not_in_place(self) -> str:
-        """Empty, or why what a forward pass changes of the parameters in place (`Embedding(max_norm=)`) is not kept."""
-        return ""
-
-    def why_not_joint_steps(self) -> str:
-        """Empty, or why a job's `step` function cannot step several optimizers."""
-        return (
-            "a step function takes several steps in a batch, each from where the one before has led, and here a batch "
-            "is one gradient; use allreduce()"
-        )
-
-    def why_not_sparse(self) -> str:
-        """Empty, or why gradients with only the touched rows of an embedding cannot travel (`sparse=True`)."""
-        return (
-            f"{self.name}() sends whole gradients or parameters; allreduce() and the strategies with servers send "
-            "touched rows"
-        )
-
-    def why_not_served(self) -> str:
-        """Empty, or why the rows of a `ServedEmbedding` have nowhere to live."""
-        return f"its rows live on parameter servers, and {self.name}() has none"
-
-    def why_not_ended(self) -> str:
-        """Empty, or why a validation cannot end the run for all workers (`patience`)."""
-        return ""
-
-    def why_not_over_mpi(self) -> str:
-        """Empty, or why only a virtual world can run it."""
-        return ""
-
-    def why_not_wrapped(self) -> str:
-        """Empty, or why it cannot run in somebody's own loop."""
-        return ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -219,15 +286,10 @@ class ServerStrategy(Strategy):
     placement: str = "spread"
     aggregate: str = "none"
 
-    lockstep: ClassVar[bool] = False  # whether an update is the mean of gradients of one version
-    elastic: ClassVar[bool] = False  # whether a push carries parameters and is answered with a difference
+    sends_messages: ClassVar[bool] = True
+    wire_fields: ClassVar[tuple[str, ...]] = ("push_wire", "reply_wire")
+
     sums: ClassVar[bool] = False  # whether an update is the weighted sum of what was gathered, not its mean
-    reduces: ClassVar[bool] = (
-        False  # whether workers all-reduce and step what is in no table, and servers do the rest
-    )
-    aggregates_by: ClassVar[str] = (
-        ""  # "sum", "forward", or empty where nothing stands between it and workers
-    )
 
     @property
     def family(self) -> str:
@@ -301,12 +363,10 @@ class ServerStrategy(Strategy):
 
     @property
     def push_codec(self) -> Codec:
-        """What codes pushes beyond a choice of numbers; `none()` where nothing does."""
         return _codec_of(self.push_wire)
 
     @property
     def reply_codec(self) -> Codec:
-        """The same for replies."""
         return _codec_of(self.reply_wire)
 
     @property
@@ -332,38 +392,17 @@ class ServerStrategy(Strategy):
         return self.pull_every or self.push_every
 
     @property
+    def correction(self) -> str:
+        return self.damping.name if self.damping.corrects else ""
+
+    @property
     def moves(self) -> bool:
-        """Whether workers change their parameters between reads."""
         return self.optimizer == "worker" or self.push_every > 1 or self.pulls > 1
 
     @property
     def clips_mean(self) -> bool:
         is_plain = self.push_codec.is_none and self.push_numbers == "full"
         return self.lockstep and is_plain and not self.moves
-
-    def why_not_clipped(self, by_norm: bool) -> str:
-        if not self.clips_mean:
-            return ""
-        if self.damping.corrects:
-            return (
-                f"{self.damping.name} changes gradients before their mean is clipped, and here no gradient is ever "
-                "stale: leave damping out"
-            )
-        return ""
-
-    def why_not_accumulated(self) -> str:
-        if self.push_every > 1 and not self.elastic:
-            return (
-                f"push_every={self.push_every} pushes the sum over several batches already, and between them the "
-                "worker moves its parameters; accumulate pushes one mean of batches on the same parameters: leave "
-                "either out"
-            )
-        return ""
-
-    def why_not_in_place(self) -> str:
-        if self.elastic:
-            return ""
-        return f"{self.name}() has servers hold the parameters, whose next answer undoes it"
 
     @property
     def blocks_apart(self) -> bool:
@@ -372,45 +411,10 @@ class ServerStrategy(Strategy):
 
     @property
     def needs_all(self) -> bool:
-        """Whether nobody goes on without a worker that dies."""
         return self.reduces or self.aggregates
-
-    @property
-    def sums_on_nodes(self) -> bool:
-        """Whether what a server is sent of a node is the sum of its workers' gradients."""
-        return self.aggregates and self.aggregates_by == "sum"
-
-    def why_not_sparse(self) -> str:
-        if self.aggregates:
-            return (
-                'aggregate="node" passes whole gradients on, and rows of tables are asked for by each worker: leave it '
-                "out"
-            )
-        if self.elastic or self.optimizer == "worker":
-            return f"{self} moves all parameters on every worker, and rows of tables are trained by servers alone"
-        if self.moves:
-            return (
-                f"{self} lets workers move their parameters between reads, and they hold the rows of one batch alone: "
-                "leave push_every and pull_every out"
-            )
-        if self.damping.corrects:
-            return (
-                f"{self.damping.name} corrects a gradient by what its worker has read, and of tables no server "
-                "remembers that: use another damping"
-            )
-        return ""
-
-    def why_not_served(self) -> str:
-        return self.why_not_sparse()
 
     def num_servers(self) -> int:
         return self.servers
-
-    def why_not_wrapped(self) -> str:
-        if self.aggregates:
-            return 'aggregate="node" takes ranks that only `train` starts, not `wrap`: leave it out'
-        counted = "a warm-up is counted in epochs of data, which only `train` knows, not `wrap`"
-        return counted if self.warmup.epochs else ""
 
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         """The strategy's memory before the first push, when `workers` take part."""

@@ -14,6 +14,7 @@ and in `topology.py`, from counts alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from mpitrain.codecs.base import Codec
 from mpitrain.codecs.none import Uncompressed
@@ -53,6 +54,11 @@ class Decentralized(Strategy):
     warmup: Warmup = field(default=Warmup(), metadata={"kind": "warmup"})
     gamma: float = 0.0
 
+    sends_messages: ClassVar[bool] = True
+    wire_fields: ClassVar[tuple[str, ...]] = ("codec",)
+    worker_role: ClassVar[str] = "peer"
+    steps_on_workers = True
+
     def check(self) -> None:
         topology.check_topology(self.topology)
         if self.resync < 0:
@@ -77,7 +83,6 @@ class Decentralized(Strategy):
 
     @property
     def mixes(self) -> bool:
-        """Whether parameters are mixed (gossip), rather than updates applied by all."""
         return self.topology != "full"
 
     @property
@@ -114,32 +119,9 @@ class Decentralized(Strategy):
                 found |= set(topology.contacts(self.topology, rank, size, self.is_static))
         return tuple(sorted(found))
 
-    def why_not_in_place(self) -> str:
-        if self.mixes:
-            return ""
-        return f"{self.name}() tells the others what an optimizer's step has changed, not a forward pass"
-
     @property
     def never_meets(self) -> bool:
-        """Whether peers neither wait for one another nor meet before the end."""
         return self.asynchronous and not self.resync
-
-    def why_not_ended(self) -> str:
-        if not self.never_meets:
-            return ""
-        return "peers that never wait for one another agree to end when they meet: give resync=R, or leave patience out"
-
-    def check_checkpoints(self, every: str) -> None:
-        """Refuse checkpoints where peers never meet; `every`: as a job's `checkpoint_every`.
-
-        Raises:
-            UsageError: names the option.
-        """
-        if self.never_meets and every not in ("auto", "never", ""):
-            raise UsageError(
-                f"{self}: peers that never wait for one another write checkpoints when they meet: give resync=R, or "
-                f"leave out checkpoint_every={every!r}"
-            )
 
     def meets_after(self, step: int) -> bool:
         """Whether a resynchronisation follows this step (from 0)."""

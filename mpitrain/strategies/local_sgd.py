@@ -11,8 +11,8 @@ average is decided here, from counts alone, so that all workers decide the same 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.base import Strategy
@@ -98,6 +98,10 @@ class LocalSGD(Strategy):
     outer: Outer = field(default=Average(), metadata={"kind": "outer"})
     wire: str = "full"
 
+    wire_fields: ClassVar[tuple[str, ...]] = ("wire",)
+    needs_all = False
+    steps_on_workers = True
+
     def check(self) -> None:
         if self.period < 1 or self.start < 0:
             raise UsageError(
@@ -111,6 +115,16 @@ class LocalSGD(Strategy):
     @property
     def clips_mean(self) -> bool:
         return True  # nothing is coded or pushed: each worker steps with what is clipped, its own or the mean
+
+    @property
+    def period_steps(self) -> int:
+        return self.period if self.unit == "steps" else 1
+
+    def after_warmup(self) -> Strategy:
+        return replace(self, start=0)
+
+    def steps_to_exchange(self, num_workers: int, samples: int) -> int:
+        return self.period if self.unit == "steps" else -(-self.period // (num_workers * samples))
 
     @property
     def keeps_anchor(self) -> bool:

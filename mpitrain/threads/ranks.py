@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
-from mpitrain.errors import InjectedError, UsageError
+from mpitrain.errors import InjectedError
 from mpitrain.system import awake, processes
 from mpitrain.system.draws import LOCK
 from mpitrain.system.ranks import Ranks
@@ -170,22 +170,3 @@ class ThreadRanks(Ranks):
     def end_job(self, error: BaseException) -> NoReturn:
         self.hub.fail(self.where(), error)
         raise CalledOffError(str(error)) from error
-
-
-def check_injections(injections: Sequence[Any]) -> None:
-    """Refuse what would end the whole process, or tear a message that does not travel.
-
-    Raises:
-        UsageError: names the injection.
-    """
-    for one in injections:
-        if one.name in ("kill", "kill_at_end", "segv", "exit", "stop"):
-            raise UsageError(
-                f'--inject "{one}" ends or stops a process, and with --threads all replicas are one: use raise(...) or '
-                "wedge(...), or run it over MPI"
-            )
-        if one.name == "torn":
-            raise UsageError(
-                f'--inject "{one}": with --threads payloads are handed over where they are, and nothing can tear them: '
-                "run it over MPI"
-            )

@@ -6,24 +6,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpitrain.errors import AgreedError
 from mpitrain.job import Job, Overrides
-from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import Strategy
-from mpitrain.strategies.decentralized import Decentralized
-from mpitrain.strategies.local_sgd import LocalSGD
-from mpitrain.strategies.model_parallel.pipeline import Pipeline
-from mpitrain.strategies.model_parallel.sharded import Sharded
-from mpitrain.strategies.model_parallel.tensor import TensorParallel
 from mpitrain.system.interrupts import interruptible
 from mpitrain.system.saying import flush
+from mpitrain.training.families import FAMILIES
 from mpitrain.training.job_file import load_job
-
-if TYPE_CHECKING:
-    from mpitrain.training.outcome import RunOutcome
-    from mpitrain.training.session import Session
 
 __all__ = ["train", "train_command"]
 
@@ -108,7 +99,7 @@ def _train(
         session = prepare(runtime, make_job, overrides, job_file)
         with Watchdog(runtime, session, overrides.watchdog_s):
             begin(runtime)
-            return session.finish(_runner(session.strategy)(session))
+            return session.finish(session.strategy.choose(FAMILIES).runner(in_threads=False)(session))
     except AgreedError:
         raise
     except BaseException as error:
@@ -123,34 +114,3 @@ def _train(
         signals.uninstall()
         if session is not None:
             session.close()
-
-
-def _runner(strategy: Strategy) -> Callable[[Session], RunOutcome]:
-    """The function that runs this strategy; each imports only what it needs of torch."""
-    if isinstance(strategy, AllReduce):
-        from mpitrain.training.synchronous.launch import run_allreduce
-
-        return run_allreduce
-    if isinstance(strategy, LocalSGD):
-        from mpitrain.training.local_sgd.trainer import run_local_sgd
-
-        return run_local_sgd
-    if isinstance(strategy, Decentralized):
-        from mpitrain.training.decentralized.run import run_peers
-
-        return run_peers
-    if isinstance(strategy, Pipeline):
-        from mpitrain.training.model_parallel.pipeline import run_pipeline
-
-        return run_pipeline
-    if isinstance(strategy, TensorParallel):
-        from mpitrain.training.model_parallel.tensor import run_tensor
-
-        return run_tensor
-    if isinstance(strategy, Sharded):
-        from mpitrain.training.model_parallel.sharded import run_sharded
-
-        return run_sharded
-    from mpitrain.training.parameter_server.run import run_servers
-
-    return run_servers

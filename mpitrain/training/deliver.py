@@ -10,7 +10,7 @@ from typing import Any
 from mpitrain.model import Replica
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
-from mpitrain.training.judge import why_not_finite
+from mpitrain.training.judge import divergence
 from mpitrain.training.measure import MODEL_FILE, save_model
 from mpitrain.training.session import Session
 
@@ -22,7 +22,7 @@ def save_final(session: Session, replica: Replica | PeerReplica) -> dict[str, An
     metadata = {"strategy": str(session.strategy), "job": session.job.name or ""}
     module = replica.take_module()
     save_model(module, path, metadata)
-    failure = why_not_finite(module.named_parameters())
+    failure = divergence(module.named_parameters())
     ema = replica.updates.ema if isinstance(replica, PeerReplica) else None  # of workers the servers keep it
     if ema is not None:
         with ema.swapped():

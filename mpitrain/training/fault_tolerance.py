@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies.allreduce import AllReduce
-from mpitrain.strategies.base import ServerStrategy, Strategy
-from mpitrain.strategies.local_sgd import LocalSGD
+from mpitrain.strategies.base import Strategy
+from mpitrain.strategies.features import MPI, why_not
 
 if TYPE_CHECKING:
     from mpitrain.system.ranks import Ranks
@@ -21,20 +20,17 @@ if TYPE_CHECKING:
 
 def survives(runtime: Ranks, strategy: Strategy) -> bool:
     """Whether the other ranks go on inside the job when a worker dies."""
-    if isinstance(strategy, ServerStrategy) and strategy.needs_all:
+    if runtime.fault_tolerance == "heartbeat" and not strategy.has_servers:
         return False
-    if runtime.fault_tolerance == "heartbeat":
-        return isinstance(strategy, ServerStrategy)
-    return runtime.fault_tolerance == "ulfm" and isinstance(strategy, ServerStrategy | AllReduce | LocalSGD)
+    return runtime.fault_tolerance in ("heartbeat", "ulfm") and not strategy.needs_all
 
 
 def may_miss(runtime: Ranks, strategy: Strategy) -> bool:
     """Whether some ranks may be missing at the end: dead, or given up as silent, as servers do in every launch. Then
     nothing at the end may need all ranks."""
-    served = isinstance(strategy, ServerStrategy)
     if runtime.fault_tolerance == "none" and runtime.num_threads is None:
-        return served and not getattr(strategy, "needs_all", False)
-    return served or survives(runtime, strategy)
+        return strategy.has_servers and not strategy.needs_all
+    return strategy.has_servers or survives(runtime, strategy)
 
 
 def level(runtime: Ranks, strategy: Strategy) -> str:
@@ -55,10 +51,9 @@ def warning(runtime: Ranks, strategy: Strategy) -> str:
 
 def check_aggregated(runtime: Ranks, strategy: Strategy) -> None:
     """Raise `UsageError` where a launch is to survive deaths, and the workers of a node have one rank in common."""
-    if strategy.aggregates and runtime.fault_tolerance != "none":
+    if runtime.fault_tolerance != "none" and (why := why_not("--ft", strategy, MPI)):
         raise UsageError(
-            f"--ft {runtime.fault_tolerance} (MPITRAIN_FT) goes on without a rank that dies, and {strategy} cannot: "
-            "the workers of a node wait for one another, and for their aggregator. Leave either out"
+            f"--ft {runtime.fault_tolerance} (MPITRAIN_FT) goes on without a rank that dies, and {why}"
         )
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.in_place import refuse_renormed
+from mpitrain.strategies.features import MPI, why_not
 from mpitrain.training.agree import attempt
 from mpitrain.training.measure import build
 
@@ -65,7 +66,7 @@ def build_on_ranks(
         runtime.built(module)
         strategy = session.strategy
         if strategy.num_servers() or runtime.size > 1:
-            refuse_renormed(module, strategy.why_not_in_place())
+            refuse_renormed(module, why_not("changes in place", strategy, MPI))
         return module, optimizer
 
     made = attempt(runtime, make)

@@ -71,7 +71,7 @@ def asked_for(job: Job, overrides: Overrides) -> dict[str, Any]:
     }
 
 
-def why_not_finite(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+def divergence(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Why a trained model, or this rank's part of it, is of no use; empty if it is of use.
 
     Args:

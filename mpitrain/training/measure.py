@@ -38,6 +38,7 @@ from mpitrain.model.sparse_gradients import (
 from mpitrain.model.sync_batchnorm import sync_batchnorm
 from mpitrain.model.user_code import check_made_optimizer, check_module, named_part
 from mpitrain.reporting.report import writing
+from mpitrain.strategies.features import MPI, why_not
 from mpitrain.system.atomic import durably_replaced
 from mpitrain.system.folders import make_private
 
@@ -87,11 +88,11 @@ def build_module(job: Job, device: torch.device, deferred: Deferred | None = Non
     if sparse_layers(module) and not torch.sparse.check_sparse_tensor_invariants.is_enabled():
         torch.sparse.check_sparse_tensor_invariants.disable()  # its default, and said so torch does not warn of it
     strategy = job.strategy
-    if strategy is not None and strategy.num_servers():
-        check_tables_of(job, module)
+    if strategy is not None and strategy.has_servers:
         on_host = ""
-    check_sparse_layers(module, (strategy.why_not_sparse() if strategy else "") or on_host)
-    check_served_layers(module, strategy.why_not_served() if strategy else "")
+    check_tables_of(job, module)
+    check_sparse_layers(module, (why_not("sparse", strategy, MPI) if strategy else "") or on_host)
+    check_served_layers(module, why_not("served", strategy, MPI) if strategy else "")
     for name in job.optimizer if isinstance(job.optimizer, Mapping) else ():
         named_part(module, name)
     check_float32(module, job.precision)
@@ -116,11 +117,12 @@ def check_tables_of(job: Job, module: nn.Module) -> None:
         UsageError: names one.
     """
     tables = [*sparse_layers(module), *served_layers(module)]
-    for option in ("ema", "keep_best") if tables else ():
+    why = why_not("a copy of tables", job.strategy, MPI) if tables and job.strategy else ""
+    for option in ("ema", "keep_best") if why else ():
         if (value := getattr(job, option)) is not None:
             raise UsageError(
-                f"Job: {option}={value!r} keeps a copy of the whole model, and rows of {tables[0]!r} come from servers "
-                "one batch at a time: leave it out, or leave sparse=True out and use nn.Embedding"
+                f"Job: {option}={value!r} keeps a copy of the whole model, and rows of {tables[0]!r} {why}: leave it "
+                "out, or leave sparse=True out and use nn.Embedding"
             )
 
 

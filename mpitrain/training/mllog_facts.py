@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.reporting.listeners import MLLOG, read_logs
+from mpitrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from mpitrain.data import Catalogue
@@ -22,7 +23,6 @@ _NUMBERS = {
     "int8": "int8",
 }
 _LARGEST_FIRST = ("fp32", "bfloat16", "fp16", "int8")
-_TRAVELS = ("codec", "wire", "push_wire", "reply_wire")  # fields of strategies
 
 
 def mllog_facts(
@@ -65,19 +65,17 @@ def _optimizer(job: Job, lr: float | None) -> dict[str, Any]:
 
 def _disclosed(job: Job, job_file: str | None) -> dict[str, Any]:
     """Settings that MLPerf's rules from 6.1 on ask for; what is not known is left out."""
-    strategy, precision = job.strategy, _NUMBERS[job.precision]
-    parts = int(getattr(strategy, "microbatches", 1))
+    strategy, precision = job.strategy or Strategy(), _NUMBERS[job.precision]
     found: dict[str, Any] = {
         "lowest_numerical_precision_in_linear": precision,
         "lowest_numerical_precision_in_attn": precision,
-        "tensor_parallelism": int(getattr(strategy, "parallel", 1)),
-        "pipeline_parallelism": int(getattr(strategy, "stages", 1)),
+        "tensor_parallelism": strategy.parallel,
+        "pipeline_parallelism": strategy.stages,
         "context_parallelism": 1,
         "expert_parallelism": 1,
-        "micro_batch_size": max(1, job.batch_size // parts),
+        "micro_batch_size": max(1, job.batch_size // strategy.microbatches),
     }
-    wires = [getattr(strategy, name) for name in _TRAVELS if hasattr(strategy, name)]
-    names = [_NUMBERS.get(one if isinstance(one, str) else one.name) for one in wires]
+    names = [_NUMBERS.get(one if isinstance(one, str) else one.name) for one in strategy.wires]
     known = [name for name in names if name is not None]
     if len(known) == len(names):  # of a codec there is no such word
         passed_on = [precision] if found["pipeline_parallelism"] * found["tensor_parallelism"] > 1 else []

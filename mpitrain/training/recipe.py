@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpitrain.job import Job
 from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.recipe import GradientRule, Recipe, UpdateRule
-from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.schedules import Schedule
 from mpitrain.strategies.ticks import Law
 
@@ -42,7 +42,7 @@ def law_of(job: Job, epoch_samples: int, num_workers: int, batch_size: int = 0) 
     batch_size, strategy = batch_size or job.step_samples, job.strategy
     step_samples = batch_size * num_workers
     # where a last batch is, it is of all workers
-    shared = not isinstance(strategy, ServerStrategy) or strategy.reduces
+    shared = strategy is None or strategy.reduces or not strategy.has_servers
     least = min(num_workers, epoch_samples) if shared else 1
     if job.drop_last and step_samples <= epoch_samples:
         least = step_samples

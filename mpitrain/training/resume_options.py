@@ -19,8 +19,7 @@ from mpitrain.errors import UsageError
 from mpitrain.job import Job, Overrides
 from mpitrain.job.option import ACTS, CONVERTED, declared
 from mpitrain.model.several_optimizers import SeveralOptimizers
-from mpitrain.strategies.base import ServerStrategy, Strategy
-from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.base import Strategy
 from mpitrain.training.fingerprint import fingerprint, options
 from mpitrain.training.session import Session
 from mpitrain.values import parse
@@ -136,9 +135,8 @@ def _check_strategy(before: Any, now: Any, folder: Path) -> None:
 
 
 def _codec(strategy: Any, key: str) -> Codec | None:
-    if isinstance(strategy, ServerStrategy):
-        return strategy.push_codec if key == "push_wire" else None
-    return getattr(strategy, key, None)
+    assert isinstance(strategy, Strategy)
+    return strategy.push_codec if key in strategy.wire_fields else None
 
 
 def same_codec(about: dict[str, Any], now: Strategy, key: str) -> bool:
@@ -149,5 +147,4 @@ def same_codec(about: dict[str, Any], now: Strategy, key: str) -> bool:
 
 def keeps_back(strategy: Strategy, codec: Codec) -> bool:
     """Whether something is lost with the state of this codec: a residual. Peers that mix parameters keep none."""
-    mixes = isinstance(strategy, Decentralized) and strategy.mixes
-    return not mixes and codec.has_residual
+    return not strategy.mixes and codec.has_residual

@@ -18,7 +18,6 @@ from mpitrain.embedding.tables import Table, tables_of
 from mpitrain.job import Job
 from mpitrain.model.flat import trainable
 from mpitrain.model.sparse_gradients import row_bytes
-from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.parameter_server.hybrid import Hybrid
 
 
@@ -67,7 +66,7 @@ def _roads(job: Job, module: nn.Module, catalogue: Catalogue) -> list[Road]:
 
 def reduced_bytes(job: Job, module: nn.Module, optimizer: Optimizer) -> int:
     """Bytes that workers over servers all-reduce among themselves, once roads are chosen: gradients and their share."""
-    if not isinstance(job.strategy, ServerStrategy) or not job.strategy.reduces:
+    if job.strategy is None or not job.strategy.reduces:
         return 0
     apart = {id(table.parameter) for table in tables_of(module)}
     every = [parameter for _, parameter, _ in trainable(module, optimizer)]

@@ -27,6 +27,7 @@ from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import NullReport, Report, Reported, explained, set_aside, write_json, writing
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.checkpoint_policy import read_policy
+from mpitrain.strategies.features import LOOP, why_not
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign
 from mpitrain.strategies.validation_policy import ValidationPolicy, read_validation_policy
@@ -314,9 +315,9 @@ def _scan(runtime: Ranks, source: Source) -> Catalogue:
 
 def assign_roles(runtime: Ranks, strategy: Strategy, own_loop: bool = False) -> Roles:
     """Everybody's role, if this strategy can run with so many workers (and, in somebody's own loop, without epochs)."""
-    why_not = (strategy.why_not_wrapped() if own_loop else "") or strategy.why_not_over_mpi()
-    if why_not:
-        raise UsageError(f"{strategy}: {why_not}")
+    for feature in ("own loop", "over MPI") if own_loop else ():
+        if why := why_not(feature, strategy, LOOP):
+            raise UsageError(f"{strategy}: {why}")
     roles = assign(
         runtime.nodes,
         strategy.num_servers(),
@@ -378,9 +379,9 @@ def _describe_data(session: Session) -> None:
     if job.validate is not None and session.validation is not None and job.validate is not job.data:
         found.append(("validate", look(job.validate, session.validation)))
     for what, seen in found:
-        why_not = {"why_not": seen.why_not} if seen.why_not else {}
+        unseen = {"why_not": seen.unseen} if seen.unseen else {}
         session.report.event(
-            "data", of=what, samples=seen.num_samples, files=seen.num_files, looked_at=seen.looked_at, **why_not,
+            "data", of=what, samples=seen.num_samples, files=seen.num_files, looked_at=seen.looked_at, **unseen,
             arrays="; ".join(seen.lines()),
         )  # fmt: skip
         for text in seen.warnings():

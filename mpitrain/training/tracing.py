@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from mpitrain.job import Job
-from mpitrain.strategies.base import ServerStrategy
 from mpitrain.system import trace
 
 if TYPE_CHECKING:
@@ -30,7 +29,8 @@ def begin_trace(runtime: Ranks, job: Job, role: str, run_dir: Path) -> None:
         "offset_uncertainty_s": uncertainty_s,
     }
     label = f"rank {rank} ({role} on {runtime.hosts[runtime.rank]})"
-    pushes = strategy.push_every if isinstance(strategy, ServerStrategy) else 1
+    assert strategy is not None
+    pushes = strategy.push_every
     path = run_dir / trace.file_name(rank)
     trace.switch(True)
     trace.activate(

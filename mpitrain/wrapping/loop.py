@@ -26,6 +26,7 @@ from mpitrain.roles import SaveRequest
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.features import LOOP, why_not
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.placement import Roles
 from mpitrain.system.ranks import Ends
@@ -138,25 +139,16 @@ def _check_sparse(model: nn.Module, optimizer: Optimizer, strategy: Strategy) ->
         check_sparse_optimizer,
     )
 
-    by_servers = (
-        "in a loop of your own nobody knows which rows the next batch looks up, which mpitrain.train does"
-    )
-    own = by_servers if isinstance(strategy, ServerStrategy) else ""
-    check_sparse_layers(model, strategy.why_not_sparse() or own)
-    check_served_layers(model, strategy.why_not_served() or own)
+    check_sparse_layers(model, why_not("sparse", strategy, LOOP))
+    check_served_layers(model, why_not("served", strategy, LOOP))
     check_sparse_optimizer(model, optimizer)
 
 
 def _check_another(first: _Wrapped, strategy: Strategy, resume: ResumeFrom) -> None:
     """Refuse a second model where the first one's strategy takes no other."""
-    if not isinstance(strategy, AllReduce | LocalSGD):
-        who = (
-            "servers serve the first model"
-            if isinstance(strategy, ServerStrategy)
-            else "peers hold one model"
-        )
+    if why := why_not("several models", strategy, LOOP):
         raise UsageError(
-            f"{strategy}: mpitrain.wrap was called before, and its {who} alone; several models train under allreduce() "
+            f"{strategy}: mpitrain.wrap was called before, and its {why} alone; several models train under allreduce() "
             "and localsgd()"
         )
     if strategy != first.strategy:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.features import LOOP, why_not
 from mpitrain.wrapping.delegating import DelegatingOptimizer
 
 if TYPE_CHECKING:
@@ -145,5 +146,5 @@ def _replica(builder: PeerBuilder, rank: int, model: nn.Module, optimizer: Optim
     if strategy.warmup.epochs:
         raise UsageError(f"{strategy}: a warm-up is counted in epochs, which only `train` knows, not `wrap`")
     check_closure(optimizer, str(strategy))
-    flat = FlatModel(model, optimizer, 1, why_not_in_place=strategy.why_not_in_place())
+    flat = FlatModel(model, optimizer, 1, in_place_lost=why_not("changes in place", strategy, LOOP))
     return builder.replica(rank, flat, optimizer)

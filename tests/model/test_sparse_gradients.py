@@ -14,6 +14,7 @@ from mpitrain.model.sparse_gradients import (
     numbers_of_gradients,
     sparse_layers,
 )
+from mpitrain.strategies.features import MPI, why_not
 from mpitrain.values import parse
 from tests import sparse_jobs
 
@@ -42,14 +43,14 @@ def test_layers_are_found_by_name_and_frozen_or_dense_ones_are_none(table):
     ],
 )
 def test_a_strategy_that_sends_whole_gradients_refuses_the_layer_by_name(text):
-    why_not = parse(text, "strategy").why_not_sparse()
+    why = why_not("sparse", parse(text, "strategy"), MPI)
     model = nn.ModuleDict({"inner": nn.Sequential(nn.Linear(2, 2), TABLES[1])})
     with pytest.raises(
         UsageError, match=r"'inner.1' is EmbeddingBag\(sparse=True\): .*leave sparse=True out"
     ):
-        check_sparse_layers(model, why_not)
-    check_sparse_layers(nn.Linear(2, 2), why_not)
-    check_sparse_layers(model, mt.AllReduce().why_not_sparse())
+        check_sparse_layers(model, why)
+    check_sparse_layers(nn.Linear(2, 2), why)
+    check_sparse_layers(model, why_not("sparse", mt.AllReduce(), MPI))
 
 
 REFUSED = {

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides
+from mpitrain.job.asked import check
 from mpitrain.messages import Lease
 from mpitrain.planning.plan import setting_of
+from mpitrain.strategies.features import LOOP, MPI, THREADS, why_not
 from mpitrain.strategies.parameter_server.processed import ProcessedSamples
 from mpitrain.strategies.placement import allot, assign, assign_workers
 from mpitrain.training.fault_tolerance import check_aggregated, survives
-from mpitrain.training.in_threads.check import check_job
 from mpitrain.training.parameter_server.run import check_sums
 from mpitrain.training.validate import validate_run
 from mpitrain.values import parse
@@ -127,9 +128,9 @@ def test_what_is_passed_on_as_it_is_may_be_anything() -> None:
 
 def test_whoever_asks_for_tables_or_brings_a_loop_is_told_why_not() -> None:
     strategy = mt.Async(aggregate="node")
-    assert "rows of tables are asked for by each worker" in strategy.why_not_sparse()
-    assert strategy.why_not_served() == strategy.why_not_sparse()
-    assert "only `train` starts" in strategy.why_not_wrapped()
+    assert "rows of tables are asked for by each worker" in why_not("sparse", strategy, MPI)
+    assert why_not("served", strategy, MPI) == why_not("sparse", strategy, MPI)
+    assert "only `train` starts" in why_not("own loop", strategy, LOOP)
 
 
 def session_on(runtime: object = None, **fields: object) -> Any:
@@ -156,7 +157,7 @@ def test_silence_is_waited_out_by_nobody() -> None:
 def test_threads_and_plans_do_not_take_it() -> None:
     job = toy.make_job(strategy=mt.Async(aggregate="node"))
     with pytest.raises(UsageError, match="between threads no message travels"):
-        check_job(job, Overrides(), 3)
+        check(job, Overrides(), THREADS, 3)
     runs: Any = SimpleNamespace(touches_rows=False)
     with pytest.raises(UsageError, match="knows of no aggregators"):
         setting_of("sync(aggregate='node')", None, cast("Any", None), runs)

@@ -57,11 +57,10 @@ from mpitrain.roles.server.worker_state import (
     WorkerEvent,
     WorkerState,
 )
+from mpitrain.strategies.base import MOST_NONFINITE
 
 REPORTER = 0
 RETURN_S = 60.0  # how long the end of a run waits for rank 0, where that was given up
-# pushes in a row that are not finite: a broken device, for a batch would be one among others
-MOST_NONFINITE = 10
 NOT_FINITE = "not finite"
 
 

@@ -20,7 +20,6 @@ from mpitrain.reporting.run_files import read_runs
 from mpitrain.reporting.targets import first_met
 from mpitrain.search.bench.settings import Request, Setting
 from mpitrain.simulation.comparison import Comparison
-from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.placement import assign_workers
 from mpitrain.system.run_directory import read_json
@@ -105,7 +104,7 @@ def sent_bytes(result: Mapping[str, Any], setting: Setting, trained_bytes: int) 
         return max(through or sent)
     if "averaging_bytes" in result:
         return int(result["averaging_bytes"])
-    if isinstance(setting.strategy, AllReduce) and setting.strategy.codec.is_none:
+    if setting.strategy.all_reduces and not setting.strategy.codes_allreduce:
         number = setting.workers
         return int(2 * (number - 1) / number * trained_bytes * result["steps"])
     return None

@@ -93,8 +93,6 @@ def _extremes(plan: Plan) -> Iterable[Configuration]:
 def _check_run(job: Job, overrides: Overrides, num_ranks: int) -> None:
     strategy = job.strategy
     assert strategy is not None
-    if why_not := strategy.why_not_over_mpi():
-        raise UsageError(f"{strategy}: {why_not}")
     roles = assign(
         (0,) * num_ranks, strategy.num_servers(), strategy.placement, aggregates=strategy.aggregates
     )

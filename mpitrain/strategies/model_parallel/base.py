@@ -9,6 +9,7 @@ batch makes it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.base import Strategy
@@ -19,6 +20,9 @@ from mpitrain.strategies.model_parallel.mesh_layout import Grid, arrange
 class Split(Strategy):
     """Base of the model-parallel strategies."""
 
+    splits_model: ClassVar[bool] = True
+    lockstep: ClassVar[bool] = True
+
     def num_parts(self, num_ranks: int) -> int:
         """Ranks that hold one model together, out of `num_ranks`."""
         raise NotImplementedError
@@ -26,12 +30,6 @@ class Split(Strategy):
     @property
     def clips_mean(self) -> bool:
         return True
-
-    def why_not_batch_statistics(self) -> str:
-        return "its layers may be slices or stages, of which each rank holds another; use allreduce() or sharded()"
-
-    def why_not_in_place(self) -> str:
-        return "a rank holds a shard of a layer, and a pass computes with what is put together for it"
 
     def sits_together(self) -> str:
         """What is kept on one node: "parts" of one model, or "replicas" of one part."""
@@ -47,15 +45,6 @@ class Split(Strategy):
                 f"{self}: {num_workers} rank(s) cannot be divided into models of {parts} ranks: start a multiple "
                 f"of {parts}"
             )
-
-    def why_not_wrapped(self) -> str:
-        return (
-            "it splits the model itself, which `wrap` never does; use `mpitrain train`, or torch's own classes after "
-            'torch.distributed.init_process_group("mpi4py")'
-        )
-
-    def check_batch(self, batch_size: int) -> None:
-        """Raise `UsageError` when a batch of so many samples cannot be trained like this."""
 
     def grid(self, nodes: tuple[int, ...]) -> Grid:
         """Everybody's place."""

@@ -12,6 +12,7 @@ microbatches' gradients in the same order, so they make the same bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.model_parallel.base import Split, at_least_one
@@ -37,6 +38,8 @@ class Pipeline(Split):
             layers with large activations.
     """
 
+    has_stages: ClassVar[bool] = True
+
     stages: int = 2
     microbatches: int = 4
     schedule: str = "1f1b"
@@ -59,20 +62,11 @@ class Pipeline(Split):
         """Idle share of every rank where stages take equally long and messages no time."""
         return (self.stages - 1) / (self.microbatches + self.stages - 1)
 
-    def why_not_in_place(self) -> str:
-        return ""  # a stage is whole, and stages alike are compared
-
     def num_parts(self, num_ranks: int) -> int:
         return self.stages
 
     def sits_together(self) -> str:
         return "parts" if self.together == "stages" else "replicas"
-
-    def why_not_accumulated(self) -> str:
-        return (
-            "a pipeline adds up the gradients of its microbatches without communication in between already; to "
-            "accumulate, multiply batch_size= and microbatches= by the same number"
-        )
 
     def check_batch(self, batch_size: int) -> None:
         if batch_size % self.microbatches:

@@ -11,6 +11,7 @@ gradients are averaged across replicas.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.model_parallel.base import Split, at_least_one
@@ -28,6 +29,8 @@ class Sharded(Split):
         replicas: whole copies of the model; each is shared out over 1/replicas of the ranks.
     """
 
+    gathers_layers: ClassVar[bool] = True
+
     replicas: int = 1
 
     def check(self) -> None:
@@ -38,9 +41,6 @@ class Sharded(Split):
 
     def num_replicas(self, num_workers: int) -> int:
         return num_workers
-
-    def why_not_batch_statistics(self) -> str:
-        return ""
 
     def check_workers(self, num_workers: int) -> None:
         if num_workers % self.replicas:

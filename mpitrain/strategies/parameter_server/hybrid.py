@@ -73,14 +73,3 @@ class Hybrid(Sync):
         in an all-reduce, against its touched rows to the servers and back."""
         num_bytes = num_rows * row_bytes
         return num_bytes <= max(SMALL_BYTES, num_touched * (row_bytes + ID_BYTES))
-
-    def why_not_clipped(self, by_norm: bool) -> str:
-        if by_norm:
-            return (
-                "the norm is that of the whole gradient, of which workers know the dense part and servers the rows: "
-                "use clip_value, or sync()"
-            )
-        return super().why_not_clipped(by_norm)
-
-    def why_not_wrapped(self) -> str:
-        return "its workers meet in every step, and a loop of your own may end earlier on one of them; use train()"

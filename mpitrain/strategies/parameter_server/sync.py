@@ -108,12 +108,6 @@ class Backup(ServerStrategy):
                 'backup: stragglers="abort" needs servers=1: shards finish a version at different times'
             )
 
-    def why_not_over_mpi(self) -> str:
-        reason = (
-            'no MPI worker can stop a backward pass that is under way; use stragglers="finish", or simulate'
-        )
-        return reason if self.stragglers == "abort" else ""
-
     def check_workers(self, num_workers: int) -> None:
         if self.spare >= num_workers:
             raise UsageError(f"backup: spare={self.spare} of {num_workers} workers leaves none to wait for")

@@ -22,21 +22,11 @@ from mpitrain.strategies.checkpoint_policy import Cadence, CheckpointPolicy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.part_names import own_part
 from mpitrain.training import signals
-from mpitrain.training.resume import check, make_checkpoint_writer, read_own_part, restoring
+from mpitrain.training.resume import make_checkpoint_writer, read_own_part, restoring
 from mpitrain.training.resume_options import same_codec
 from mpitrain.training.schedule import go_on, report_end_of
 from mpitrain.training.session import Session
 from mpitrain.values import parse
-
-
-def check_checkpoints(session: Session, strategy: Decentralized, about: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another run, and checkpoints where peers never meet.
-
-    Raises:
-        UsageError: says which.
-    """
-    check(session, about)
-    strategy.check_checkpoints(session.job.checkpoint_every)
 
 
 def make_checkpoints(

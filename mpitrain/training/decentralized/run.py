@@ -18,10 +18,11 @@ from mpitrain.model.flat import FlatModel
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
 from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.features import MPI, why_not
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
 from mpitrain.system.ranks import Ranks
 from mpitrain.training.decentralized.builder import Fetch, PeerBuilder
-from mpitrain.training.decentralized.checkpoints import begin, check_checkpoints, make_checkpoints
+from mpitrain.training.decentralized.checkpoints import begin, make_checkpoints
 from mpitrain.training.deliver import save_final
 from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import (
@@ -33,14 +34,14 @@ from mpitrain.training.measure import (
 )
 from mpitrain.training.measured_elsewhere import MeasuredByPeers
 from mpitrain.training.outcome import RunOutcome
-from mpitrain.training.resume import about_run
+from mpitrain.training.resume import about_run, check
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.validation import make_measure
 
 
 def _flat(module: nn.Module, optimizer: Optimizer, strategy: Decentralized) -> FlatModel:
-    return FlatModel(module, optimizer, 1, why_not_in_place=strategy.why_not_in_place())
+    return FlatModel(module, optimizer, 1, in_place_lost=why_not("changes in place", strategy, MPI))
 
 
 def run_peers(session: Session) -> RunOutcome:
@@ -54,7 +55,7 @@ def run_peers(session: Session) -> RunOutcome:
     shapes = [f"{n} {s}" for n, s in zip(model.layout.names, model.layout.shapes, strict=True)]
     runtime.compare({"parameters": shapes, "dtype": str(model.layout.dtype)})
     about = about_run(session, shapes, strategy.family, describe_optimizer(module, optimizer))
-    attempt(runtime, lambda: check_checkpoints(session, strategy, about))
+    attempt(runtime, lambda: check(session, about))
     first = runtime.rank == 0
     with job.data.reader(session.catalogue, job.seed) as reader:
         validations = session.validations()

@@ -13,12 +13,12 @@ from mpitrain.reporting.repetitions import (
     Measured,
     Setting,
     data_of,
+    difference_of_data,
     options_of,
     ranked,
     repetition_of,
     setting_of,
     settings_among,
-    why_not_comparable,
 )
 from mpitrain.reporting.run_files import RunFiles, read_runs
 from mpitrain.reporting.targets import LOSS, Choice, choice_by_name, read_choice
@@ -130,7 +130,7 @@ def _of_best(runs: list[RunFiles], by: Choice, which: str, top: int) -> tuple[li
 
 def _in_order(settings: Sequence[Setting[RunFiles]], by: Choice) -> list[Setting[RunFiles]]:
     """The best first where that can be said; otherwise as they are."""
-    return list(settings) if why_not_comparable(settings) else ranked(settings, by)
+    return list(settings) if difference_of_data(settings) else ranked(settings, by)
 
 
 def _value(run: RunFiles, by: Choice, which: str) -> float | None:

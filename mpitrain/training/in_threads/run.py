@@ -24,11 +24,10 @@ from torch import nn
 
 from mpitrain.errors import AgreedError, MpitrainError
 from mpitrain.job import Job, Overrides, apply_overrides
+from mpitrain.job.asked import check
 from mpitrain.mpi.allreduce_plan import Plan
-from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import Strategy
-from mpitrain.strategies.decentralized import Decentralized
-from mpitrain.strategies.local_sgd import LocalSGD
+from mpitrain.strategies.features import THREADS
 from mpitrain.system import background, rank_status
 from mpitrain.system.error_record import exit_code, write_record
 from mpitrain.system.launch_variables import node_name
@@ -38,10 +37,8 @@ from mpitrain.threads.draws import Draws
 from mpitrain.threads.hub import CalledOffError, Hub
 from mpitrain.threads.ranks import ThreadRanks
 from mpitrain.training import signals
-from mpitrain.training.decentralized.run import run_peers
-from mpitrain.training.in_threads.check import check_job, check_launch
-from mpitrain.training.outcome import RunOutcome
-from mpitrain.training.parameter_server.run import run_servers
+from mpitrain.training.families import FAMILIES
+from mpitrain.training.in_threads.check import check_launch
 from mpitrain.training.session import Session, begin, prepare
 from mpitrain.training.watchdog.watchdog import Watchdog
 
@@ -95,7 +92,7 @@ class ThreadRun:
         torch.set_num_threads(self.threads_each)  # of threads that start from here on
         self._report_status()
         signals.install()
-        if isinstance(self.strategy, Decentralized) and self.strategy.never_meets:
+        if self.strategy.never_meets:
             signals.end_at_once()  # it writes no checkpoints
         try:
             for thread in self._threads:
@@ -141,7 +138,7 @@ class ThreadRun:
                 session = prepare(ranks, lambda: self._jobs[ranks.rank], self.overrides, self.job_file)
                 with Watchdog(ranks, session, self.overrides.watchdog_s):
                     begin(ranks)
-                    ended = session.finish(_runner(session.strategy)(session))
+                    ended = session.finish(session.strategy.choose(FAMILIES).runner(in_threads=True)(session))
         except AgreedError as error:
             ended = error
         except CalledOffError:
@@ -180,7 +177,7 @@ def train_in_threads(
     """
     check_launch(num_threads)
     job = apply_overrides(make_job(), overrides)
-    check_job(job, overrides, num_threads)
+    check(job, overrides, THREADS, num_threads)
     run = ThreadRun(job, overrides, num_threads, job_file)
     try:
         return run.run()
@@ -236,16 +233,3 @@ def _copied(job: Job) -> Job:
     if job.metrics is not None and not inspect.isfunction(job.metrics):
         changes["metrics"] = copy.deepcopy(job.metrics)
     return dataclasses.replace(job, **changes)
-
-
-def _runner(strategy: Strategy) -> Callable[[Session], RunOutcome]:
-    """The function that runs this strategy on one of the ranks."""
-    if isinstance(strategy, AllReduce):
-        from mpitrain.training.in_threads.allreduce import run_allreduce
-
-        return run_allreduce
-    if isinstance(strategy, LocalSGD):
-        from mpitrain.training.in_threads.local_sgd import run_local_sgd
-
-        return run_local_sgd
-    return run_peers if isinstance(strategy, Decentralized) else run_servers

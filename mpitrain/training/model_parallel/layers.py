@@ -19,6 +19,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model.deferred import Deferred, held_by
 from mpitrain.model.in_place import refuse_renormed
 from mpitrain.mpi.process_group.broadcast import broadcast_tensors
+from mpitrain.strategies.features import MPI, why_not
 from mpitrain.system.memory import available_bytes, give_large_blocks_back
 from mpitrain.training.agree import attempt
 from mpitrain.training.initial_weights import RandomNumbers, WeightsFile, start_from
@@ -84,7 +85,7 @@ def build_by_layers(session: Session, device: torch.device) -> tuple[nn.Module, 
     deferred, built = Deferred(), list[nn.Module]()
     random_numbers = RandomNumbers()
 
-    def why_not() -> str:
+    def whole_because() -> str:
         if isinstance(job.model, nn.Module):
             return "the job holds a module; a function that makes one can be built layer by layer"
         try:
@@ -103,7 +104,7 @@ def build_by_layers(session: Session, device: torch.device) -> tuple[nn.Module, 
             random_numbers.restore()
             built.append(build_module(job, device))
 
-    reasons = [one for one in runtime.allgather(attempt(runtime, why_not)) if one]
+    reasons = [one for one in runtime.allgather(attempt(runtime, whole_because)) if one]
     if reasons:
         if runtime.rank == 0:
             session.report.event("every rank builds the whole model first", because=reasons[0])
@@ -112,7 +113,7 @@ def build_by_layers(session: Session, device: torch.device) -> tuple[nn.Module, 
         session.report.event(
             "every rank builds a part of the model whole first", because=deferred.built_at_once
         )
-    attempt(runtime, lambda: refuse_renormed(built[0], session.strategy.why_not_in_place()))
+    attempt(runtime, lambda: refuse_renormed(built[0], why_not("changes in place", session.strategy, MPI)))
     _mind_memory(session, built[0])
     module, layers = built[0], Layers(runtime, deferred, device)
     if job.init is not None and session.resume is None:

@@ -19,7 +19,7 @@ from mpitrain.errors import OutputError
 from mpitrain.job import EMA_PREFIX
 from mpitrain.model.in_place import held_alike
 from mpitrain.reporting.targets import check_targets
-from mpitrain.training.judge import why_not_finite
+from mpitrain.training.judge import divergence
 from mpitrain.training.measure import save_one_by_one
 from mpitrain.training.model_parallel.base import SplitStepper
 from mpitrain.training.model_parallel.state_shards import local, restore_shards, take_shards
@@ -189,8 +189,8 @@ class SplitTrainer(Trainer):
     def _writes(self) -> bool:
         return self.stepper.checkpoint_grid.place(self.rank)[0] == 0
 
-    def _why_not_finite(self) -> str:
-        why = why_not_finite((name, local(one)) for name, one in self.module.named_parameters())
+    def _divergence(self) -> str:
+        why = divergence((name, local(one)) for name, one in self.module.named_parameters())
         return f"rank {self.rank}: {why}" if why else ""
 
     def _detail(self) -> dict[str, Any]:

@@ -16,22 +16,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.codecs.base import Codec
-from mpitrain.codecs.none import Uncompressed
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.loss_pass import LossPass
 from mpitrain.model.user_code import unused_parameters
-from mpitrain.strategies.allreduce import AllReduce
-from mpitrain.strategies.base import Strategy
+from mpitrain.strategies.features import UNUSED_IN_PARTS
 from mpitrain.training.synchronous.codec_hooks import CodecHook, attach_codec, reattach
-from mpitrain.training.validate import UNUSED_IN_PARTS
 from mpitrain.training.watchdog.emergency import KeptBuffers
-
-
-def codec_of(strategy: Strategy) -> Codec:
-    """The codec of an allreduce; other strategies average gradients, if at all, in full."""
-    return strategy.codec if isinstance(strategy, AllReduce) else Uncompressed()
 
 
 def attach(parallel: DistributedDataParallel, codec: Codec, seed: int = 0) -> CodecHook | None:

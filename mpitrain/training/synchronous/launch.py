@@ -16,7 +16,6 @@ from mpitrain.training.measure import pick_device, share_module
 from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
-from mpitrain.training.synchronous.ddp import codec_of
 from mpitrain.training.synchronous.joint_steps import JointTrainer
 from mpitrain.training.synchronous.recovery_state import RecoveryState
 from mpitrain.training.synchronous.trainer import Trainer
@@ -56,7 +55,7 @@ def shared_model(session: Session) -> tuple[nn.Module, torch.optim.Optimizer, to
     runtime = session.runtime
     device = pick_device(runtime.local_rank)
     module, optimizer = build_on_ranks(session, device, session.overrides.lr)
-    attempt(runtime, lambda: check_optimizer(codec_of(session.strategy), optimizer))
+    attempt(runtime, lambda: check_optimizer(session.strategy.push_codec, optimizer))
     shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in module.named_parameters()]
     runtime.compare({"parameters": shapes})
     share_module(runtime, module)

@@ -26,7 +26,7 @@ from mpitrain.roles.step_worker import StepReplica, StepWorker
 from mpitrain.strategies.sampling.step_partition import StepCourse, StepPartition, StepTurn
 from mpitrain.system import trace
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
-from mpitrain.training.judge import why_not_finite
+from mpitrain.training.judge import divergence
 from mpitrain.training.measure import (
     MODEL_FILE,
     Meter,
@@ -42,7 +42,7 @@ from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints, copied
 from mpitrain.training.synchronous.codec_hooks import CodecHook
 from mpitrain.training.synchronous.collectives import GroupCollectives
-from mpitrain.training.synchronous.ddp import ParallelModule, codec_of
+from mpitrain.training.synchronous.ddp import ParallelModule
 from mpitrain.training.synchronous.injected_delay import InjectedDelay
 from mpitrain.training.synchronous.recovery_state import RecoveryState
 from mpitrain.training.synchronous.stepper import Parts, Stepper
@@ -175,7 +175,7 @@ class Trainer:
 
     def _make_parallel(self) -> ParallelModule:
         job = self.session.job
-        codec = codec_of(self.session.strategy)
+        codec = self.session.strategy.push_codec
         return ParallelModule(self.module, job.find_unused_parameters, codec, job.seed)
 
     def _before_update(self) -> None:
@@ -417,7 +417,7 @@ class Trainer:
         metrics = self._measured(None if ended else self.stepper.samples)
         concluded = self._conclude()
         outcome = RunOutcome(
-            self._detail(), self.stepper.failure or self._why_not_finite(), ended,
+            self._detail(), self.stepper.failure or self._divergence(), ended,
             self.checkpoints.writer.unwritten, self.delay.straggler.counts(),
         )  # fmt: skip
         if self._writes:
@@ -448,8 +448,8 @@ class Trainer:
         """What belongs in `result.json` besides; collective."""
         return {}
 
-    def _why_not_finite(self) -> str:
-        return "" if self.rank else why_not_finite(self.module.named_parameters())
+    def _divergence(self) -> str:
+        return "" if self.rank else divergence(self.module.named_parameters())
 
     def _metadata(self) -> dict[str, str]:
         return {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}

@@ -9,7 +9,7 @@ from torch import nn
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.sparse_gradients import left_out_error, sparse_layers
-from mpitrain.training.validate import UNUSED_IN_PARTS
+from mpitrain.strategies.features import UNUSED_IN_PARTS
 
 
 def check_used(job: Job, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:

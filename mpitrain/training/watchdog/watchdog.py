@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from mpitrain.checkpoint import newest
 from mpitrain.errors import CheckpointError, MpitrainError
 from mpitrain.reporting.rows import METRICS_FILE
-from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.placement import Roles
 from mpitrain.system import background
 from mpitrain.system.folders import make_private
@@ -176,7 +176,7 @@ class Watchdog:
     def _others_end(self, silent: set[int]) -> bool:
         """Whether the run goes on without the silent ranks: servers evict them; under ULFM a rank on their host ends
         them, and MPI then reports their death to all."""
-        if isinstance(self.session.strategy, ServerStrategy):
+        if self.session.strategy.has_servers:
             roles = self.session.roles
             return self.runtime.idle_s() < PATIENCE * self.timeout_s and not silent.intersection(
                 (*roles.servers, *roles.aggregators)

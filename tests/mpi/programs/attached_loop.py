@@ -15,6 +15,7 @@ from mpitrain.errors import UsageError
 from mpitrain.mpi.process_group.process_group import leave_default_group
 from mpitrain.mpi.runtime import start
 from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.features import LOOP, why_not
 from mpitrain.values import parse
 from mpitrain.wrapping import loop
 from tests import toy
@@ -88,7 +89,7 @@ def refuse(text, model, optimizer):
         optimizer.load_state_dict(optimizer.state_dict())
     if text.startswith("allreduce"):
         return
-    if strategy.why_not_in_place():
+    if why_not("changes in place", strategy, LOOP):
         with torch.no_grad():
             next(model.parameters()).mul_(1)
         for _ in range(2):
