@@ -131,7 +131,8 @@ slurm: $(VENV)/.installed-train
 	@$(VENV)/bin/mpitrain data pack digits data/digits
 	@$(VENV)/bin/python tests/slurm/cluster.py shell
 
-lint: lint-style lint-types lint-duplicates
+lint: $(VENV)/.installed-test
+	$(MAKE) --no-print-directory --output-sync --jobs 3 lint-style lint-types lint-duplicates
 
 lint-style: $(VENV)/.installed-test
 	$(VENV)/bin/ruff format --check --quiet .
