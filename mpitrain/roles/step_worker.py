@@ -130,12 +130,13 @@ class StepWorker:
         """Train to the end of the course; returns this worker's counts."""
         course, validations = self.course, self.validations
         validations.begin(course.epoch, self.replica.samples)
-        yield from self._validate(course.epoch + (not validations.policy.epochs))  # one that was broken off
+        if self._is_due:  # one that was broken off
+            yield from self._validate(course.epoch + (not validations.policy.epochs))
         yield from self._agree_to_end()
         while self._goes_on:
             if (turn := course.next_turn()) is not None:
                 yield from self._take_step(turn)
-            if self._goes_on and (course.has_step or self.replica.validates_last):
+            if self._goes_on and self._is_due:
                 yield from self._validate(course.epoch + (turn is not None))
         if (last := self.replica.finish()) is not None:
             yield AllReduce(last)
@@ -145,6 +146,10 @@ class StepWorker:
             "rank": self.rank, "role": "worker", "steps": self.num_steps,
             "compute_s": self.compute_s, "wait_s": self.wait_s,
         }  # fmt: skip
+
+    @property
+    def _is_due(self) -> bool:
+        return self.validations.is_due(self.course.epoch, self.replica.samples)
 
     @property
     def _goes_on(self) -> bool:
@@ -175,11 +180,9 @@ class StepWorker:
             yield AllReduce(reduction)
 
     def _validate(self, epoch: int) -> Generator[Effect, Any, None]:
-        """Where a validation is due, measure together; `epoch` is the one that the first worker reports, from 1."""
+        """Measure together; `epoch` is the one that the first worker reports, from 1."""
         replica = self.replica
-        if not self.validations.is_due(self.course.epoch, replica.samples):
-            return
-        if replica.validates:
+        if replica.validates and (replica.validates_last or self.course.has_step):
             yield from self._reduce(replica.reduce_mean())
             began_s = yield Now()  # until here others were training, which is no pause
             yield Compute(replica.measure, "validate", size=replica.measured_part)
