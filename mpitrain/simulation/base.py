@@ -22,6 +22,7 @@ from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.model.in_place import refuse_renormed
 from mpitrain.model.optimizer import state_bytes
+from mpitrain.model.recipe import Recipe
 from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import Report, Reported, default_run_dir
 from mpitrain.simulation.checkpoints import Checkpoints, StateBytes, policy_of
@@ -39,6 +40,7 @@ from mpitrain.training.best_model import Validations, begin_from
 from mpitrain.training.initial_weights import start_from
 from mpitrain.training.judge import divergence, judge
 from mpitrain.training.measure import MODEL_FILE, build, save_model
+from mpitrain.training.recipe import recipe_of
 from mpitrain.training.tracing import nothing_traced
 from mpitrain.training.validation import Measure, make_measure
 from mpitrain.virtual import ComputeLaw, Costs, NetworkLaw, VirtualWorld
@@ -189,6 +191,12 @@ class VirtualRun:
             self.compute, self.network, self.job.seed, drive_computing=range(self.number) if apart else ()
         )
         self.start(self.job.step_samples * self.num_shares, world)
+
+    @property
+    def recipe(self) -> Recipe:
+        """Of ranks that take the same steps."""
+        assert self.job.strategy is not None, "of a run"
+        return recipe_of(self.job, self.job.strategy, self.num_shares, self.catalogue.num_samples)
 
     def measure(self, module: nn.Module) -> Measure | None:
         """What validates `module`, where the job has something to validate on."""

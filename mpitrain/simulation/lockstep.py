@@ -116,7 +116,8 @@ class LockstepRun:
         virtual.start_alike()
         self.stepper = self._make_stepper()
         with job.data.reader(virtual.catalogue, job.seed) as reader:
-            self.leases = LeaseReader(reader.batch, read_nothing_ahead, job.part_samples)
+            part_samples = virtual.recipe.gradient.part_samples
+            self.leases = LeaseReader(reader.batch, read_nothing_ahead, part_samples)
             self.stepper.train_all(self.module, self.rates)
             self.clock = Clock(virtual.number, self._schedule())
             self.saving: StepCheckpoints | None = None
@@ -144,11 +145,8 @@ class LockstepRun:
 
     def _make_stepper(self) -> RanksInOneProcess:
         """Made when it is known whether anything is traced."""
-        virtual, job = self.virtual, self.virtual.job
-        return RanksInOneProcess(
-            job, virtual.num_shares, virtual.catalogue.num_samples, [row[0] for _, row in self._rows()], self.codecs,
-            isinstance(job.strategy, Split),
-        )  # fmt: skip
+        job, keys = self.virtual.job, [row[0] for _, row in self._rows()]
+        return RanksInOneProcess(job, self.virtual.recipe, keys, self.codecs, isinstance(job.strategy, Split))
 
     def _answer(self, effect: Effect) -> Any:
         """The world of the role: a clock of all ranks at once, at which whatever they exchange has ended."""

@@ -27,7 +27,9 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.model.sparse_gradients import sparse_parameters
 from mpitrain.simulation.step_costs import gradient_buckets
 from mpitrain.simulation.workload import codec_of
+from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.training.measure import build
+from mpitrain.training.recipe import recipe_of
 from mpitrain.training.synchronous.stepper import Batch, Stepper
 from mpitrain.training.validation import make_measure
 from mpitrain.virtual.compute import BatchCourse, ComputeLaw
@@ -42,7 +44,7 @@ class _TimedStepper(Stepper):
     """A stepper that takes the time of its parts. `now_s`: the clock, when the device has done what it was asked."""
 
     def __init__(self, job: Job, epoch_samples: int, now_s: Callable[[], float]):
-        super().__init__(job, 1, epoch_samples, 0)
+        super().__init__(job, recipe_of(job, job.strategy or AllReduce(), 1, epoch_samples), 0)
         self.now_s = now_s
         self.forward_s: list[float] = []
         self.forward_ended_s = 0.0

@@ -14,6 +14,7 @@ from torch import nn
 
 from mpitrain.job import Job
 from mpitrain.model.optimizer import Rates
+from mpitrain.model.recipe import Recipe
 from mpitrain.model.sparse_gradients import numbers_of_gradients
 from mpitrain.simulation.codecs_in_one_process import CodecsInOneProcess
 from mpitrain.training.synchronous.stepper import Parts, WeighsAtLast
@@ -27,18 +28,18 @@ class RanksInOneProcess(WeighsAtLast):
     """The stepper of all ranks.
 
     Args:
-        job, num_replicas, epoch_samples: as for a `Stepper`.
+        job, recipe: as for a `Stepper`.
         keys: of every rank's random numbers.
         codecs: of every rank's gradient, where numbers do not travel as they are.
         reports_mean: whether the loss to report is that of all ranks; by default it is the first one's.
     """
 
     def __init__(
-        self, job: Job, num_replicas: int, epoch_samples: int, keys: Sequence[int],
+        self, job: Job, recipe: Recipe, keys: Sequence[int],
         codecs: CodecsInOneProcess | None = None, reports_mean: bool = False,
     ):  # fmt: skip
-        super().__init__(job, num_replicas, epoch_samples, 0)
-        self.owns = [self.recipe.gradient.begin(key) for key in keys]
+        super().__init__(job, recipe, 0)
+        self.owns = [recipe.gradient.begin(key) for key in keys]
         self.codecs, self.reports_mean = codecs, reports_mean
         self.touched: dict[
             int, tuple[int, int]

@@ -25,6 +25,7 @@ from mpitrain.training.local_sgd.averager import Ask, Averager
 from mpitrain.training.local_sgd.means import CASTS, by_kind, equal_parts
 from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.measure import build_optimizer, read_nothing_ahead
+from mpitrain.training.recipe import recipe_of
 from mpitrain.training.validation import Measure
 
 Fetch = Callable[[int, int, int], dict[str, torch.Tensor]]
@@ -52,7 +53,8 @@ def make_replicas(
     assert isinstance(strategy, LocalSGD)
     number = len(means.shares)
 
-    leases = LeaseReader(fetch, read_nothing_ahead, job.part_samples)
+    recipe = recipe_of(job, strategy, number, epoch_samples)
+    leases = LeaseReader(fetch, read_nothing_ahead, recipe.gradient.part_samples)
     replicas = []
     for rank, own in enumerate([module, *(copy.deepcopy(module) for _ in range(number - 1))]):
         if rank:
@@ -60,7 +62,7 @@ def make_replicas(
         optimizer = build_optimizer(job, own, lr)
         averager = Averager(own, optimizer, strategy, means=means.shares[rank])
         replica = LocalReplica(
-            averager, leases.read, job, number, epoch_samples, rank, measure=make_measure(own),
+            averager, leases.read, job, recipe, rank, measure=make_measure(own),
         )  # fmt: skip
         replica.train(own, Rates(optimizer))
         replicas.append(replica)

@@ -8,6 +8,7 @@ from mpitrain.model.recipe import GradientRule, Recipe, UpdateRule
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.schedules import Schedule
 from mpitrain.strategies.ticks import Law
+from mpitrain.training.session import Session
 
 
 def recipe_of(job: Job | None, strategy: Strategy, num_workers: int, epoch_samples: int) -> Recipe:
@@ -31,6 +32,12 @@ def recipe_of(job: Job | None, strategy: Strategy, num_workers: int, epoch_sampl
             law_of(job, epoch_samples, num_workers),
         ),
     )  # fmt: skip
+
+
+def recipe_of_steps(session: Session) -> Recipe:
+    """The recipe of a run whose ranks take the same steps."""
+    num_replicas = session.strategy.num_replicas(session.runtime.size)
+    return recipe_of(session.job, session.strategy, num_replicas, session.catalogue.num_samples)
 
 
 def law_of(job: Job, epoch_samples: int, num_workers: int, batch_size: int = 0) -> Law:

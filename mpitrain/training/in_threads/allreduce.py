@@ -16,6 +16,7 @@ from torch import nn
 from mpitrain.effects import Exchange, together
 from mpitrain.job import Job
 from mpitrain.model.optimizer import Rates
+from mpitrain.model.recipe import Recipe
 from mpitrain.threads.ranks import ThreadRanks
 from mpitrain.threads.sums import Sums
 from mpitrain.training.in_threads.collectives import ThreadCollectives
@@ -53,20 +54,19 @@ class ThreadStepper(WeighsAtLast):
     """The stepper of one of the threads.
 
     Args:
-        job, num_replicas, epoch_samples, random_key, where: as for a `Stepper`.
+        job, recipe, random_key, where: as for a `Stepper`.
         sums: of all ranks.
     """
 
     def __init__(
         self,
         job: Job,
-        num_replicas: int,
-        epoch_samples: int,
+        recipe: Recipe,
         random_key: int,
         where: Callable[[], str],
         sums: Sums,
     ):
-        super().__init__(job, num_replicas, epoch_samples, random_key, where)
+        super().__init__(job, recipe, random_key, where)
         self.sums = sums
 
     def train(self, module: nn.Module, rates: Rates, parallel: ParallelModule | None = None) -> None:
@@ -134,9 +134,6 @@ class ThreadTrainer(Trainer):
 
     def _make_stepper(self) -> Stepper:
         session, ranks = self.session, threads_of(self.session)
-        stepper = ThreadStepper(
-            session.job, self.num_workers, session.catalogue.num_samples, self.rank, ranks.where,
-            ranks.sums(),
-        )  # fmt: skip
+        stepper = ThreadStepper(session.job, self.recipe, self.rank, ranks.where, ranks.sums())
         stepper.train(self.module, self.rates)
         return stepper

@@ -16,6 +16,7 @@ import torch
 from mpitrain.effects import Exchange
 from mpitrain.job import Job
 from mpitrain.messages import Lease
+from mpitrain.model.recipe import Recipe
 from mpitrain.strategies.sampling.step_partition import StepTurn
 from mpitrain.training.local_sgd.averager import Ask, Asking, Averager
 from mpitrain.training.synchronous.stepper import Parts, Stepper
@@ -28,7 +29,7 @@ class LocalReplica(Stepper):
     Args:
         averager: of the workers' parameters.
         fetch: the batches of a lease.
-        job, num_workers, epoch_samples, rank, where: as for a `Stepper`.
+        job, recipe, rank, where: as for a `Stepper`.
         measure: of the module.
 
     Attributes:
@@ -42,15 +43,14 @@ class LocalReplica(Stepper):
         averager: Averager,
         fetch: Callable[[Lease], Parts],
         job: Job,
-        num_workers: int,
-        epoch_samples: int,
+        recipe: Recipe,
         rank: int,
         where: Callable[[], str] | None = None,
         measure: Measure | None = None,
     ):
-        super().__init__(job, num_workers, epoch_samples, rank, where)
+        super().__init__(job, recipe, rank, where)
         self.averager, self.fetch, self.set_measure = averager, fetch, measure
-        self.place = rank, num_workers
+        self.place = rank, self.num_replicas
         self.on_settled: Callable[[], object] = _nothing
         self.local_nonfinite = self._skipped = self._count = 0
         self.ended, self.ended_apart, self._refused = False, False, ""
@@ -227,7 +227,7 @@ class LocalReplica(Stepper):
             return
         self.samples += count
         self._skipped += 1
-        if self.job.on_nonfinite == "stop":
+        if self.recipe.update.on_nonfinite == "stop":
             what = f"loss is {value:g}" if value - value != 0.0 else "the gradient is not finite"
             self._refused = self._refused or f"{self.where()}: {what}"
 

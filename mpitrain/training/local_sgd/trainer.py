@@ -41,8 +41,7 @@ class LocalSGDTrainer(CopyingTrainer):
         assert isinstance(strategy, LocalSGD)
         self.averager = Averager(self.module, self.optimizer, strategy, collectives=self.collectives)
         replica = LocalReplica(
-            self.averager, self._parts, session.job, self.num_workers, session.catalogue.num_samples,
-            self.rank, session.runtime.where, self.set_measure,
+            self.averager, self._parts, session.job, self.recipe, self.rank, session.runtime.where, self.set_measure,
         )  # fmt: skip
         replica.train(self.module, self.rates, self._make_first() if strategy.start else None)
         replica.on_settled = self.settle_checkpoint

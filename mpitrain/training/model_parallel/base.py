@@ -20,6 +20,7 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training.model_parallel.state_shards import local
+from mpitrain.training.recipe import recipe_of_steps
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.stepper import Stepper
 from mpitrain.training.validation import Part, metrics_of
@@ -44,14 +45,7 @@ class SplitStepper(Stepper):
     warm_from = 0
 
     def __init__(self, session: Session, grid: Grid, share: int, reports_loss: bool, device: torch.device):
-        num_replicas = session.strategy.num_replicas(session.runtime.size)
-        super().__init__(
-            session.job,
-            num_replicas,
-            session.catalogue.num_samples,
-            session.runtime.rank,
-            session.runtime.where,
-        )
+        super().__init__(session.job, recipe_of_steps(session), session.runtime.rank, session.runtime.where)
         self.session, self.grid, self.share, self.reports_loss = session, grid, share, reports_loss
         self.device, self.rank = device, session.runtime.rank
         self.metrics = metrics_of(session.job)

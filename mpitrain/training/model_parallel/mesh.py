@@ -63,7 +63,7 @@ class MeshStepper(SplitStepper):
                 part.set_requires_gradient_sync(whether, recurse=False)
 
     def forward(self, batch: Batch) -> BatchLoss:
-        returned = read_loss(self._pass(self.job.loss, batch))
+        returned = read_loss(self._pass(self.recipe.gradient.loss, batch))
         if isinstance(returned.total, DTensor):
             raise self._of_shards()
         return returned

@@ -168,7 +168,7 @@ class PipelineStepper(SplitStepper):
             self.microbatches = [
                 {name: parts[i] for name, parts in cut.items()} for i in range(num_microbatches)
             ]
-        inputs = model_inputs(job.loss, batch) if self.first and batch is not None else None
+        inputs = model_inputs(self.recipe.gradient.loss, batch) if self.first and batch is not None else None
         schedule = self._schedule(num_microbatches, share, inputs)
         losses: list[torch.Tensor] = []
         options: dict[str, Any] = (
@@ -213,7 +213,7 @@ class PipelineStepper(SplitStepper):
 
     def _loss(self, output: Any, index: torch.Tensor) -> torch.Tensor:
         """The weighted loss of one microbatch; torch hands its number where it would hand the target."""
-        loss = call_with_output(self.session.job.loss, output, self.microbatches[int(index)])
+        loss = call_with_output(self.recipe.gradient.loss, output, self.microbatches[int(index)])
         if isinstance(loss, tuple):
             raise UsageError(
                 "pipeline: the loss returned (sum, weight), and a microbatch goes backward before the weight of the "

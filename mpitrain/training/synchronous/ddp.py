@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.codecs.base import Codec
 from mpitrain.errors import UsageError
-from mpitrain.job import Job
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.loss_pass import LossPass
+from mpitrain.model.recipe import GradientRule
 from mpitrain.model.user_code import unused_parameters
 from mpitrain.strategies.features import UNUSED_IN_PARTS
 from mpitrain.training.synchronous.codec_hooks import CodecHook, attach_codec, reattach
@@ -84,18 +84,18 @@ class ParallelModule:
         assert self.ddp is not None
         self.ddp.require_backward_grad_sync = whether
 
-    def loss(self, job: Job, batch: dict[str, torch.Tensor], seed: Callable[[], None]) -> BatchLoss:
+    def loss(self, rule: GradientRule, batch: dict[str, torch.Tensor], seed: Callable[[], None]) -> BatchLoss:
         """The loss of a batch. At the first step all ranks look whether it leaves out parameters; if it does on any of
         them, DDP is made anew, which then looks at every step, and this step is done again, from a new `seed()`."""
         if self.find_unused is not None or not self.reduces:
-            return self._pass(job, batch)
+            return self._pass(rule, batch)
         before = KeptBuffers(self.module)
-        loss = self._pass(job, batch)
+        loss = self._pass(rule, batch)
         left_out = torch.tensor([len(unused_parameters(self.module, loss.total))])
         if dist.get_world_size() > 1:
             dist.all_reduce(left_out, op=dist.ReduceOp.MAX)
         self.find_unused = bool(left_out)
-        if self.find_unused and job.accumulate > 1:
+        if self.find_unused and rule.part_samples:
             raise UsageError(UNUSED_IN_PARTS)
         if not self.find_unused:
             return loss
@@ -107,12 +107,12 @@ class ParallelModule:
         if self.hook is not None:
             reattach(self.ddp, self.hook)
         seed()
-        return self._pass(job, batch)
+        return self._pass(rule, batch)
 
-    def _pass(self, job: Job, batch: dict[str, torch.Tensor]) -> BatchLoss:
+    def _pass(self, rule: GradientRule, batch: dict[str, torch.Tensor]) -> BatchLoss:
         """The loss as a forward pass of DDP, which gets ready there to exchange the gradients of this step."""
         assert self.ddp is not None
-        return read_loss(self.ddp(job.loss, batch))
+        return read_loss(self.ddp(rule.loss, batch))
 
     def check_all_used(self, added_up: Mapping[int, int]) -> None:
         """After the backward pass. DDP waits for ever for gradients that do not come, and reports it at the next step

@@ -101,7 +101,7 @@ class JointStepper(Stepper):
             self.before_update()
             self.follow_schedule()
         self._num_prepared += 1
-        if self._refused and self.job.on_nonfinite == "stop":
+        if self._refused and self.recipe.update.on_nonfinite == "stop":
             return False
         began_s = time.monotonic()
         if dist.get_world_size() > 1:
@@ -169,9 +169,7 @@ class JointTrainer(CopyingTrainer):
 
     def _make_stepper(self) -> JointStepper:
         session = self.session
-        stepper = JointStepper(
-            session.job, self.num_workers, session.catalogue.num_samples, self.rank, session.runtime.where
-        )
+        stepper = JointStepper(session.job, self.recipe, self.rank, session.runtime.where)
         stepper.train(self.module, self.rates)
         return stepper
 

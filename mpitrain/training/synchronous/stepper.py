@@ -35,10 +35,10 @@ from mpitrain.model.in_place import InPlaceGuard
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.precision import backward_scaled
+from mpitrain.model.recipe import Recipe
 from mpitrain.model.sparse_gradients import explained_tables, numbers_of_gradients
 from mpitrain.model.sync_batchnorm import count_batch
 from mpitrain.system import trace
-from mpitrain.training.recipe import recipe_of
 from mpitrain.training.synchronous.ddp import ParallelModule, weight_among_all
 
 Batch = dict[str, torch.Tensor]
@@ -49,8 +49,7 @@ class Stepper:
     """Takes one rank's steps and counts them.
 
     Args:
-        job: its seed, loss, schedule, clipping and `on_nonfinite`.
-        num_replicas: into how many shares a global batch is divided; epoch_samples: samples in an epoch.
+        job: what is trained; recipe: how its batches become updates, of as many workers as there are shares.
         random_key: ranks with the same key draw the same random numbers.
         where: names this rank and its step in a failure; by default the rank is `random_key`.
 
@@ -70,19 +69,16 @@ class Stepper:
     def __init__(
         self,
         job: Job,
-        num_replicas: int,
-        epoch_samples: int,
+        recipe: Recipe,
         random_key: int,
         where: Callable[[], str] | None = None,
     ):
-        self.job, self.num_replicas = job, num_replicas
-        assert job.strategy is not None, "of a run"
-        self.recipe = recipe_of(job, job.strategy, num_replicas, epoch_samples)
+        self.job, self.recipe, self.num_replicas = job, recipe, recipe.update.law.num_workers
         self.where = where or self._where
         self.step = self.samples = self.nonfinite = 0
         self.compute_s, self.failure = 0.0, ""
         self._part, self._waited_s = 0, 0.0
-        self.own_gradients, self.loss_factor = self.recipe.gradient.begin(random_key), 1.0
+        self.own_gradients, self.loss_factor = recipe.gradient.begin(random_key), 1.0
         self.before_forward: Callable[[], None] = _nothing
         self.before_update: Callable[[], None] = _nothing
         if trace.is_on():
@@ -261,7 +257,7 @@ class Stepper:
         """The loss of a batch."""
         with self.in_place.around():
             if self.parallel is not None:
-                return self.parallel.loss(self.job, batch, self.seed)
+                return self.parallel.loss(self.recipe.gradient, batch, self.seed)
             return read_loss(self.recipe.gradient.loss(self.module, batch))
 
     def _addresses(self) -> dict[int, int]:
@@ -323,7 +319,7 @@ class Stepper:
     def on_nonfinite(self, value: float, count: int) -> None:
         """The gradient of these `count` samples was not finite: they are not used."""
         self.nonfinite += 1
-        if self.job.on_nonfinite == "stop":
+        if self.recipe.update.on_nonfinite == "stop":
             here = f"{self.where()}: loss is {value:g}" if value - value != 0.0 else ""
             self.failure = here or f"step {self.step}: the averaged gradient is not finite"
 

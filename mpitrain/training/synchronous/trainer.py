@@ -34,6 +34,7 @@ from mpitrain.training.measure import (
     save_model,
 )
 from mpitrain.training.outcome import RunOutcome
+from mpitrain.training.recipe import recipe_of_steps
 from mpitrain.training.replica_guard import ReplicaGuard
 from mpitrain.training.resume import restoring
 from mpitrain.training.resume_options import describe_optimizer, same_codec
@@ -72,7 +73,8 @@ class Trainer:
     ):
         self.session, self.module, self.rates, self.optimizer = session, module, rates, rates.optimizer
         self.device = device
-        self.leases = LeaseReader(reader.batch, reader.prefetch, session.job.part_samples)
+        self.recipe = recipe_of_steps(session)
+        self.leases = LeaseReader(reader.batch, reader.prefetch, self.recipe.gradient.part_samples)
         self.rank = session.runtime.rank
         share, self.num_workers = self.place
         self.delay = (kept and kept.delay) or InjectedDelay(
@@ -168,8 +170,7 @@ class Trainer:
     def _make_stepper(self) -> Stepper:
         """What takes the steps."""
         session = self.session
-        num_samples = session.catalogue.num_samples
-        stepper = Stepper(session.job, self.num_workers, num_samples, self.rank, session.runtime.where)
+        stepper = Stepper(session.job, self.recipe, self.rank, session.runtime.where)
         stepper.train(self.module, self.rates, self._make_parallel())
         return stepper
 
