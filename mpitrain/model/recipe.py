@@ -180,11 +180,13 @@ class Updates:
     def __init__(
         self, rule: UpdateRule, rates: Rates | None, held: Callable[[], Sequence[torch.Tensor]], pace: Pace
     ):
-        self.rule, self.rates, self.pace = rule, rates, pace
+        self.rule, self.rates, self.pace, self.key = rule, rates, pace, (0, 0)
         self.ema = ema_of(rule.ema, held)
 
-    def follow(self, samples: int, num_workers: int) -> None:
-        """The rates of the update after so many accepted samples, with so many workers."""
+    def follow(self, samples: int, num_workers: int, part: int = 0) -> None:
+        """The update to come is the one after so many accepted samples, with so many workers: the rates follow. `part`:
+        which parameters are held here, where others hold others; with the samples the key of what is drawn for it."""
+        self.key = samples, part
         factor = self.pace.factor(samples, num_workers)
         if factor is not None and self.rates is not None:
             self.rates.set(factor)

@@ -82,7 +82,7 @@ class ShardStore:
         self._options = FollowedOptions(self.optimizer, groups)
         self.updates = rule.begin(self._rates, lambda: [self.live.body], pace or rule.pace(Rates(prototype)))
         self._steps_workers = strategy.optimizer == "worker"  # whose rates are theirs
-        self._progress: tuple[int, int] | None = None  # samples and workers before the update to come
+        self._shard, self._at = shard, (0, 1)  # samples and workers before the update to come
         self.correction = strategy.damping.make_correction()
         self._reads: dict[
             int, deque[FixedBuffer]
@@ -193,8 +193,8 @@ class ShardStore:
             self._move_to(self.pool.take())
         self.live.rewrite(num_holders=2)
         self._options.apply(len(self._weights))
-        if self._progress is not None:  # the job's own schedule has the last word, as it has without servers
-            self.updates.follow(*self._progress)
+        if not self._steps_workers:  # the job's own schedule has the last word, as it has without servers
+            self.updates.follow(*self._at, self._shard)
         rate, decay = self._scale(gathered.body, norm)
         for parameter, (start, stop) in zip(self._parameters, self._slices, strict=True):
             parameter.grad = gathered.body[start:stop]
@@ -268,8 +268,7 @@ class ShardStore:
 
     def follow(self, samples: int, num_workers: int) -> None:
         """The update to come is the one after so many accepted samples, with so many workers."""
-        if not self._steps_workers:
-            self._progress = samples, num_workers
+        self._at = samples, num_workers
 
     def statistics(self) -> dict[str, float]:
         """What the codecs cost here, in milliseconds a message."""

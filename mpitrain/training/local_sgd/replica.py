@@ -212,6 +212,10 @@ class LocalReplica(Stepper):
         super().exchange(whether and self.averages_gradients)
 
     @property
+    def holds(self) -> int:
+        return 0 if self.averages_gradients else self.place[0]
+
+    @property
     def weighs_sums(self) -> bool:
         return (
             self.averages_gradients and self.parallel is not None

@@ -148,6 +148,10 @@ class PipelineStepper(SplitStepper):
         trace.watch(self, backward=("microbatches", trace.COMPUTE))
 
     @property
+    def holds(self) -> int:
+        return self.part
+
+    @property
     def reads(self) -> bool:
         return self.first or self.last
 

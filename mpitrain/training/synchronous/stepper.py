@@ -164,8 +164,8 @@ class Stepper:
 
     def use_gradient(self) -> None:
         """Step with the gradient, which is finite."""
-        self.clip()
         self.follow_schedule()
+        self.clip()
         self.step_optimizer()
         self.update_ema()
 
@@ -182,6 +182,11 @@ class Stepper:
     def reads(self) -> bool:
         """Whether this rank needs the samples."""
         return True
+
+    @property
+    def holds(self) -> int:
+        """Which parameters this rank holds, where others hold others."""
+        return 0
 
     @property
     def averages_gradients(self) -> bool:
@@ -301,7 +306,7 @@ class Stepper:
 
     def follow_schedule(self) -> None:
         """Set the learning rates of this step."""
-        self.updates.follow(self.samples, self.num_replicas)
+        self.updates.follow(self.samples, self.num_replicas, self.holds)
 
     def averaged(self) -> Averaged | None:
         """What lets the module hold its average for a while, where validations measure that."""
