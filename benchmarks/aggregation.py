@@ -20,7 +20,7 @@ from growth import first_step, run_ranks
 
 from mpitrain.effects import Send
 from mpitrain.messages import payload_bytes
-from mpitrain.simulation.timing import Workload, time_run
+from mpitrain.simulation.timing import Circumstances, Workload, time_run
 from mpitrain.strategies.parameter_server.asynchronous import Async
 from mpitrain.strategies.parameter_server.sync import Sync
 from mpitrain.strategies.placement import assign_workers
@@ -108,7 +108,9 @@ def timed(strategy: Sync | Async, workers: int, per_node: int) -> dict[str, Any]
     roles, nodes = assign_workers(workers, network.nodes, 1, aggregates=strategy.aggregates)
     with Counts(roles.dealer) as counts:
         costs = Costs(memory_gb_per_s=MEMORY_GB_PER_S)
-        found = time_run(strategy, load, workers, Constant(COMPUTE_S, 0.1), network, costs=costs)
+        found = time_run(
+            strategy, load, workers, Constant(COMPUTE_S, 0.1), network, under=Circumstances(costs=costs)
+        )
     names = ("messages_in", "messages_out", "bytes_in", "bytes_out")
     return {
         "strategy": str(strategy), "workers": workers, "nodes": len(set(nodes)), "pushes": found["accepted"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.ranks import with_ranks
@@ -127,28 +128,16 @@ def _ensemble(arguments: argparse.Namespace, ranks: Any) -> int:
     from mpitrain.reporting.report import write_json
     from mpitrain.system.atomic import check_output
     from mpitrain.training.agree import attempt
-    from mpitrain.training.ensembles.ensemble import ensemble
+    from mpitrain.training.ensembles.ensemble import EnsembleOptions, ensemble
 
     console = Console(sys.stderr, quiet=ranks.rank != 0)
     attempt(ranks, lambda: check_output(arguments.json, "--json") if ranks.rank == 0 else None)
+    asked = EnsembleOptions(**{one.name: getattr(arguments, one.name) for one in fields(EnsembleOptions)})
     try:
         done = ensemble(
-            arguments.run_dirs,
-            arguments.out,
-            top=arguments.top,
-            by=arguments.by,
-            which=arguments.which,
-            combine=arguments.combine,
-            class_dim=arguments.class_dim,
-            weights=arguments.weights,
-            soup=arguments.soup,
-            data=arguments.data,
-            test=arguments.test,
-            job=arguments.job,
-            overwrite=arguments.overwrite,
-            ranks=ranks,
+            arguments.run_dirs, arguments.out, asked, ranks=ranks,
             note=lambda text: console.progress(text, None, None),
-        )
+        )  # fmt: skip
     finally:
         console.clear()
     if ranks.rank == 0:

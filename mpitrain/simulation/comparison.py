@@ -32,7 +32,7 @@ from mpitrain.simulation.checkpoints import policy_of
 from mpitrain.simulation.lockstep import simulate_lockstep
 from mpitrain.simulation.measured_step import charged, with_measured
 from mpitrain.simulation.servers import simulate_job
-from mpitrain.simulation.timing import quantiles, time_run
+from mpitrain.simulation.timing import Circumstances, quantiles, time_run
 from mpitrain.simulation.workload import PAD_BYTES, Workload, codec_of
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
@@ -205,9 +205,8 @@ class Comparison:
         policy = policy_of(job, options.checkpoint_every, self.costs, injections)
         load = Workload.of(job, options.steps, policy != CheckpointPolicy(), **self._shares(job))
         found = time_run(
-            strategy, load, number, self.compute, self.network, job.seed, injections, self.costs,
-            None if steps is None else (steps, folder),
-            policy,
+            strategy, load, number, self.compute, self.network, job.seed,
+            Circumstances(injections, self.costs, None if steps is None else (steps, folder), policy),
         )  # fmt: skip
         nodes = self.network.nodes(number + found["servers"]) or (0,)
         about = {**asked_for(job, options), **NO_MEASUREMENT}

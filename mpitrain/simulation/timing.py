@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -65,6 +66,23 @@ _UNCODED = Uncompressed()
 QUANTILES = (0.5, 0.9, 0.99)
 
 
+@dataclass(frozen=True)
+class Circumstances:
+    """What else is in force.
+
+    Args:
+        injections: stragglers and faults to order.
+        costs: of what is neither a gradient nor a message.
+        trace: the steps whose spans each rank writes to a file of this directory.
+        policy: when checkpoints are due.
+    """
+
+    injections: tuple[Injection, ...] = ()
+    costs: Costs = Costs()
+    trace: tuple[TraceSteps, Path] | None = None
+    policy: CheckpointPolicy = CheckpointPolicy()
+
+
 def time_run(
     strategy: Strategy,
     workload: Workload,
@@ -72,24 +90,16 @@ def time_run(
     compute: ComputeLaw = Constant(),  # noqa: B008 - frozen
     network: NetworkLaw = Ideal(),  # noqa: B008 - frozen
     seed: int = 0,
-    injections: tuple[Injection, ...] = (),
-    costs: Costs = Costs(),  # noqa: B008 - frozen
-    trace: tuple[TraceSteps, Path] | None = None,
-    policy: CheckpointPolicy = CheckpointPolicy(),  # noqa: B008 - frozen
+    under: Circumstances = Circumstances(),
 ) -> dict[str, Any]:
     """Run `strategy` on so many workers, or peers, in virtual time without gradients (servers come on top).
 
     The result is JSON-able, and the same to the byte for the same arguments.
 
-    Args:
-        costs: of what is neither a gradient nor a message.
-        trace: the steps whose spans each rank writes to a file of this directory.
-        policy: when checkpoints are due.
-
     Raises:
         UsageError: a strategy that has no roles of its own, or more workers than samples.
     """
-    run = _Timing(strategy, workload, num_workers, compute, network, seed, injections, costs, trace, policy)
+    run = _Timing(strategy, workload, num_workers, compute, network, seed, under)
     return run.result(strategy.choose(_ROLES)(run, strategy))
 
 
@@ -102,24 +112,21 @@ class _Timing:
         compute: ComputeLaw,
         network: NetworkLaw,
         seed: int,
-        injections: tuple[Injection, ...],
-        costs: Costs,
-        trace: tuple[TraceSteps, Path] | None,
-        policy: CheckpointPolicy,
+        under: Circumstances,
     ):
         if number < 1 or workload.num_samples < number:
             raise UsageError(
                 f"timing needs at least one worker and at most one for each of the {workload.num_samples} samples, "
                 f"got {number} workers"
             )
-        check_workers(injections, number)
+        check_workers(under.injections, number)
         self.strategy, self.workload, self.number, self.seed = strategy, workload, number, seed
         self.compute, self.network = compute, network
-        self.silence = any(isinstance(one, SILENT) for one in injections)
+        self.silence = any(isinstance(one, SILENT) for one in under.injections)
         self.stragglers = (
-            [Straggler(injections, index, seed) for index in range(number)] if injections else []
+            [Straggler(under.injections, index, seed) for index in range(number)] if under.injections else []
         )
-        self.costs, self.trace, self.policy, self.injections = costs, trace, policy, injections
+        self.under = under
         self.parts: dict[int, float] = {}  # of the parameters that a rank holds, where it is not all of them
         self.codes, self.updates_itself = codec_of(strategy) is not None, strategy.steps_on_workers
         apart = range(number) if strategy.asynchronous else ()
@@ -127,7 +134,7 @@ class _Timing:
         self.checkpoints = self._make_checkpoints()
 
     def _make_checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.world, self.policy, self.costs, self.injections, self.seed)
+        return Checkpoints(self.world, self.under.policy, self.under.costs, self.under.injections, self.seed)
 
     def _state_bytes(self) -> StateBytes:
         load = self.workload
@@ -320,11 +327,11 @@ class _Timing:
     def _observe(self, names: Mapping[int, str]) -> None:
         """Charge for what costs time, and record what is traced; `names`: the role of every rank."""
         world = self.world
-        if self.costs != Costs():
+        if self.under.costs != Costs():
             world.charge = self._charge
-        if self.trace is None:
+        if self.under.trace is None:
             return
-        steps, folder = self.trace
+        steps, folder = self.under.trace
         switch(True)
         world.traces = {
             rank: VirtualTrace(
@@ -342,7 +349,7 @@ class _Timing:
         if effect.what == "checkpoint":
             return self.checkpoints.hold_up_s(rank)
         num_bytes = load.num_parameters * load.number_bytes * self.parts.get(rank, 1.0)
-        return self.costs.seconds(
+        return self.under.costs.seconds(
             effect.what, num_bytes, effect.num_batches, effect.size, self.codes, self.updates_itself
         )
 
@@ -362,7 +369,7 @@ class _Timing:
             "servers": 0,
             "compute": str(self.compute),
             "network": str(self.network),
-            "costs": str(self.costs),
+            "costs": str(self.under.costs),
             "seed": self.seed,
             "timing_only": True,
             "virtual": True,

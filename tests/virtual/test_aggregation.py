@@ -15,7 +15,7 @@ from mpitrain.messages import NOT_SENT, Bundle, CheckpointRequest, Done, Entry, 
 from mpitrain.model.buffers import FixedBuffer
 from mpitrain.model.node_sums import NodeSums
 from mpitrain.roles.aggregator import Aggregator
-from mpitrain.simulation.timing import Workload, time_run
+from mpitrain.simulation.timing import Circumstances, Workload, time_run
 from mpitrain.strategies import Async, SoftSync, StaleSync, Sync
 from mpitrain.virtual import Cluster, Constant, Costs, Exponential, Ideal, LogNormal, VirtualWorld
 from tests import toy
@@ -161,7 +161,9 @@ def test_a_busy_server_finds_fewer_and_larger_bundles():
     counts = {}
     for name, gb_per_s in (("idle", 0.0), ("busy", 3 * 4000 / 1e9)):
         costs = Costs(memory_gb_per_s=gb_per_s)
-        found = time_run(Async(aggregate="node"), load, 8, Constant(1.0, 0.3), costs=costs)
+        found = time_run(
+            Async(aggregate="node"), load, 8, Constant(1.0, 0.3), under=Circumstances(costs=costs)
+        )
         assert found["accepted"] == 800
         counts[name] = sum(row["bundles"] for row in found["per_aggregator"])
     assert counts["busy"] < counts["idle"] / 2

@@ -12,7 +12,7 @@ from mpitrain.cli import main as cli
 from mpitrain.errors import LostRankError, UsageError
 from mpitrain.inject import read
 from mpitrain.simulation.checkpoints import Checkpoints, policy_of
-from mpitrain.simulation.timing import Workload, time_run
+from mpitrain.simulation.timing import Circumstances, Workload, time_run
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
 from mpitrain.values import parse
 from mpitrain.virtual import Cluster, Constant, Costs, Ideal, ShiftedExponential, VirtualWorld
@@ -88,7 +88,7 @@ def test_without_gradients_checkpoints_and_crashes_take_as_long(tmp_path, text):
     injections = read(orders)
     timed = time_run(
         job.strategy, Workload.of(job, checkpoints=True), 4, ShiftedExponential(0.5, 1.0), NETWORK,
-        job.seed, injections, COSTS, policy=policy_of(job, None, COSTS, injections),
+        job.seed, Circumstances(injections, COSTS, policy=policy_of(job, None, COSTS, injections)),
     )  # fmt: skip
     assert timed["virtual_s"] == seen["virtual_s"] and seen["restarts"]["num_restarts"] > 0
     assert timed["restarts"] == seen["restarts"] and timed["checkpoints"] == seen["checkpoints"]
@@ -100,7 +100,13 @@ EVERY_SAMPLE = CheckpointPolicy(samples=1)
 def alone(costs, policy, steps=60, **laws):
     """One worker that steps once a second, under a strategy in which it also writes the checkpoints."""
     load = Workload(1000, 10**6, 1, steps=steps, optimizer_bytes=8000)
-    return time_run(mt.LocalSGD(period=1), load, 1, Constant(1.0, 0.0), costs=costs, policy=policy, **laws)
+    return time_run(
+        mt.LocalSGD(period=1),
+        load,
+        1,
+        Constant(1.0, 0.0),
+        under=Circumstances(costs=costs, policy=policy, **laws),
+    )
 
 
 def test_a_rank_is_held_up_by_the_copy_and_by_a_write_that_is_not_over():

@@ -84,30 +84,11 @@ class Ensembled(NamedTuple):
         return {"schema": saved.SCHEMA} | found | {"path": str(self.path)}
 
 
-@interruptible()
-def ensemble(
-    run_dirs: Sequence[str | Path],
-    out: str | Path,
-    *,
-    top: int | None = None,
-    by: str | None = None,
-    which: str = "last",
-    combine: str | None = None,
-    class_dim: int | None = None,
-    weights: str | Sequence[float] = "equal",
-    soup: str | None = None,
-    data: str | Path | None = None,
-    test: str | Path | None = None,
-    job: Job | str | Path | None = None,
-    overwrite: bool = False,
-    ranks: Ranks = ALONE,
-    note: Note = lambda text: None,
-) -> Ensembled:
-    """Make one model of several finished runs, measure it beside them on the validation data, and save it.
+@dataclasses.dataclass(frozen=True)
+class EnsembleOptions:
+    """How one model is made of several runs.
 
     Args:
-        run_dirs: of runs, or directories that hold runs.
-        out: the directory to write, which `mpitrain predict` and `mpitrain.load` read.
         top: how many settings, the best by validation metric, each with all of its runs (of other seeds and folds);
             all runs that are named unless given, and those of the best three settings of a directory.
         by: the metric, as `keep_best` of `Job`; by default the job's own, else that of its first target.
@@ -122,6 +103,37 @@ def ensemble(
             what the first run was given, or what its job names.
         job: job, or its file, where the runs' own has moved.
         overwrite: replace `out` if it holds an ensemble.
+    """
+
+    top: int | None = None
+    by: str | None = None
+    which: str = "last"
+    combine: str | None = None
+    class_dim: int | None = None
+    weights: str | Sequence[float] = "equal"
+    soup: str | None = None
+    data: str | Path | None = None
+    test: str | Path | None = None
+    job: Job | str | Path | None = None
+    overwrite: bool = False
+
+
+@interruptible()
+def ensemble(
+    run_dirs: Sequence[str | Path],
+    out: str | Path,
+    options: EnsembleOptions | None = None,
+    *,
+    ranks: Ranks = ALONE,
+    note: Note = lambda text: None,
+    **settings: Any,
+) -> Ensembled:
+    """Make one model of several finished runs, measure it beside them on the validation data, and save it.
+
+    Args:
+        run_dirs: of runs, or directories that hold runs.
+        out: the directory to write, which `mpitrain predict` and `mpitrain.load` read.
+        options: or its fields by name: `ensemble(runs, "best", top=3, soup="greedy")`.
         ranks: members are divided over them, and each computes its own.
         note: is told what is being done.
 
@@ -129,32 +141,30 @@ def ensemble(
         UsageError: as `mpitrain.load`, of each member; there are fewer than two; they answer in different forms, or, of
             a soup, have different architectures; there is nothing to measure on; `out` exists.
     """
-    making = _Making(Path(out), which, job, data, test, by, ranks, note)
-    attempt(ranks, lambda: _check(combine, weights, soup, which, class_dim, ranks))
-    attempt(ranks, lambda: saved.check_new_directory(Path(out), overwrite) if ranks.rank == 0 else None)
+    ask = options or EnsembleOptions(**settings)
+    making = _Making(Path(out), ask, ranks, note)
+    attempt(ranks, lambda: _check(ask, ranks))
+    attempt(ranks, lambda: saved.check_new_directory(Path(out), ask.overwrite) if ranks.rank == 0 else None)
     folders = [Path(one) for one in run_dirs]
-    wanted = None if by is None else attempt(ranks, lambda: read_choice(by))
-    chosen = attempt(ranks, lambda: choose_members(folders, top, wanted, which))
+    wanted = None if ask.by is None else attempt(ranks, lambda: read_choice(ask.by))
+    chosen = attempt(ranks, lambda: choose_members(folders, ask.top, wanted, ask.which))
     making.load(chosen.runs)
     making.measure_members()
-    shares = attempt(ranks, lambda: making.shares(weights))
-    if soup is not None:
-        made = making.soup(soup, shares, chosen.passed_over)
-    else:
-        made = making.ensemble(combine, class_dim, shares, chosen.passed_over)
-    return made
+    shares = attempt(ranks, lambda: making.shares(ask.weights))
+    if ask.soup is not None:
+        return making.soup(ask.soup, shares, chosen.passed_over)
+    return making.ensemble(ask.combine, ask.class_dim, shares, chosen.passed_over)
 
 
-def _check(
-    combine: str | None, weights: Any, soup: str | None, which: str, class_dim: int | None, ranks: Ranks
-) -> None:
+def _check(ask: EnsembleOptions, ranks: Ranks) -> None:
+    weights, soup = ask.weights, ask.soup
     for name, value, known in (
-        ("combine", combine, HOWS), ("soup", soup, soups.SOUPS), ("which", which, tuple(FILES)),
+        ("combine", ask.combine, HOWS), ("soup", soup, soups.SOUPS), ("which", ask.which, tuple(FILES)),
         ("weights", weights if isinstance(weights, str) else None, WEIGHTS),
     ):  # fmt: skip
         if value is not None and value not in known:
             raise UsageError(f"ensemble: {name}={value!r}{nearest(str(value), list(known))}")
-    if soup is not None and (combine is not None or class_dim is not None):
+    if soup is not None and (ask.combine is not None or ask.class_dim is not None):
         raise UsageError("a soup averages weights, so there is nothing to combine: leave out --combine")
     if soup == "greedy" and weights != "equal":
         raise UsageError(
@@ -169,13 +179,8 @@ def _check(
 class _Making:
     """The members on this rank and what is measured of them."""
 
-    def __init__(
-        self, path: Path, which: str, job: Job | str | Path | None, data: str | Path | None, test: str | Path | None,
-        by: str | None, ranks: Ranks, note: Note,
-    ):  # fmt: skip
-        self.path, self.which, self.given_job, self.data, self.by_text = path, which, job, data, by
-        self.test = test
-        self.ranks, self.note = ranks, note
+    def __init__(self, path: Path, ask: EnsembleOptions, ranks: Ranks, note: Note):
+        self.path, self.ask, self.ranks, self.note = path, ask, ranks, note
         self.device = pick_device(ranks.local_rank)
 
     def load(self, runs: Sequence[RunFiles]) -> None:
@@ -189,14 +194,14 @@ class _Making:
             for number, run in enumerate(self.runs):
                 if not self.is_here(number) and number:
                     continue
-                job, module = load_with_job(run.folder, self.given_job, self.which)
+                job, module = load_with_job(run.folder, self.ask.job, self.ask.which)
                 _check_whole(run, module)
                 first = first or job
                 if self.is_here(number):
                     self.modules[number] = module.to(self._device_of(number)).requires_grad_(False)
             assert first is not None
-            if self.data is not None:
-                text = str(self.data)
+            if self.ask.data is not None:
+                text = str(self.ask.data)
                 pattern = str(Path(text) / "*.h5") if Path(text).is_dir() else text
                 first = dataclasses.replace(first, validate=Shards(pattern))
             if first.validate is None:
@@ -207,7 +212,7 @@ class _Making:
         assert self.job.validate is not None
         validate = self.job.validate
         self.catalogue = attempt(self.ranks, validate.scan)
-        self.held_out = source_of(self.job, self.runs[0].folder, self.test)
+        self.held_out = source_of(self.job, self.runs[0].folder, self.ask.test)
         attempt(self.ranks, lambda: self.held_out.scan() if self.held_out is not None else None)
 
     def is_here(self, number: int) -> bool:
@@ -248,9 +253,7 @@ class _Making:
         parts = self.ranks.allgather(attempt(self.ranks, own))
         together = {int(number): found for part in parts for number, found in part.items()}
         self.figures = [together[number] for number in range(len(self.modules))]
-        self.by: Choice = attempt(
-            self.ranks, lambda: choice_of(self.job, self.by_text, list(self.figures[0]))
-        )
+        self.by: Choice = attempt(self.ranks, lambda: choice_of(self.job, self.ask.by, list(self.figures[0])))
 
     def shares(self, weights: str | Sequence[float]) -> list[float]:
         """What each member counts, of 1."""
@@ -290,7 +293,7 @@ class _Making:
         def save() -> None:
             with saved.new_directory(self.path) as folder:
                 for number, (run, found) in enumerate(zip(self.runs, self.figures, strict=True)):
-                    weights, source = run.folder / FILES[self.which], run.folder
+                    weights, source = run.folder / FILES[self.ask.which], run.folder
                     to = saved.member_folder(folder, number)
                     saved.write_as_run(to, source, self._job_file(), weights, {"metrics": found})
                 write_json(folder / saved.ENSEMBLE_FILE, made.record())
@@ -353,11 +356,11 @@ class _Making:
 
     def _job_file(self) -> dict[str, Any]:
         """What `run.json` says of the job's file where the user has named another than the run's."""
-        if self.given_job is None:
+        if self.ask.job is None:
             return {}
-        if isinstance(self.given_job, Job):
+        if isinstance(self.ask.job, Job):
             return {"job_file": None, "job_sha256": None}
-        path = Path(self.given_job).resolve()
+        path = Path(self.ask.job).resolve()
         return {"job_file": str(path), "job_sha256": file_digest(path)}
 
     def _judged(
