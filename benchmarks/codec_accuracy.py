@@ -26,7 +26,7 @@ from common import machine, make_parser, mean_interval, table, write_row
 from torch import nn
 
 from mpitrain.codecs import Part, add_message
-from mpitrain.model.codec_registry import check_optimizer, make_encoder, make_layout_of
+from mpitrain.model.wire.codec_registry import check_optimizer, make_encoder, make_layout_of
 from mpitrain.values import parse
 
 NUM_WORKERS, BATCH = 4, 16

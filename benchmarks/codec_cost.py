@@ -18,7 +18,7 @@ import torch
 from common import machine, make_parser, table, write_row
 
 from mpitrain.codecs import Part, add_message
-from mpitrain.model.codec_registry import make_encoder, make_layout_of
+from mpitrain.model.wire.codec_registry import make_encoder, make_layout_of
 from mpitrain.values import parse
 
 CODECS = ["float16", "bfloat16", "eightbit", "qsgd", "onebit", "powersgd", "topk", "threshold"]

@@ -26,8 +26,8 @@ from common import machine, make_parser, median_ratio, table, write_row
 from models import MODELS
 from torch import nn
 
+from mpitrain.model.gradient.loss_pass import LossPass
 from mpitrain.model.in_place import InPlaceGuard, held_alike
-from mpitrain.model.loss_pass import LossPass
 from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.mpi.runtime import start
 from mpitrain.strategies import AllReduce

@@ -30,7 +30,7 @@ from common import machine, make_parser, median_ratio, table, write_row
 from torch import nn
 
 from mpitrain.model import FlatModel, ShardStore
-from mpitrain.model.worker_replica import Gradient, Replica
+from mpitrain.model.replicas.worker_replica import Gradient, Replica
 from mpitrain.mpi.runtime import start
 from mpitrain.mpi.world import MpiWorld
 from mpitrain.reporting.report import NullReport

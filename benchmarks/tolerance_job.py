@@ -24,7 +24,7 @@ from torch import nn
 
 import mpitrain as mt
 from mpitrain.checkpoint import CheckpointWriter
-from mpitrain.model.flat import all_finite
+from mpitrain.model.wire.flat import all_finite
 from mpitrain.values import parse
 
 MANY = 10**6  # samples: a run ends by its steps

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from mpitrain.model.deferred import SMALL, CannotDefer, Deferred, held_by
+from mpitrain.model.building.deferred import SMALL, CannotDefer, Deferred, held_by
 
 
 @pytest.fixture(autouse=True)

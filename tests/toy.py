@@ -14,8 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import mpitrain as mt
 from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
 from mpitrain.data.read.transform import transformed
-from mpitrain.model.accumulation import LeaseReader
-from mpitrain.model.loss import read_loss
+from mpitrain.model.gradient.accumulation import LeaseReader
+from mpitrain.model.gradient.loss import read_loss
 from mpitrain.model.recipe import GradientRule, Recipe, UpdateRule, seed_step
 from mpitrain.strategies.ticks import Law
 from mpitrain.training.measure import build_optimizer

@@ -6,8 +6,8 @@
 
 A codec is one file: the value that stands in texts, its encoder, and the decoders of its kinds of messages; its row in
 `strategies/registry.py` makes it known. An encoder belongs to one stream from one worker and has `state` and `restore`;
-decoding has no state. Nothing here knows MPI, clocks or strategies: `model/codec_registry.py` makes the encoder of a
-value, and `training/synchronous/codec_hooks.py` carries messages between data-parallel ranks.
+decoding has no state. Nothing here knows MPI, clocks or strategies: `model/wire/codec_registry.py` makes the encoder of
+a value, and `training/synchronous/codec_hooks.py` carries messages between data-parallel ranks.
 """
 
 from mpitrain.codecs.decode import add_message, message_statistics, write_message

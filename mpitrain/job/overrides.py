@@ -261,7 +261,7 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
     from mpitrain.data.datasets.folds import folded, read_fold
     from mpitrain.data.read.shards import Shards
     from mpitrain.job.job import VALIDATED
-    from mpitrain.model.user_code import Checked, unwrapped
+    from mpitrain.model.gradient.user_code import Checked, unwrapped
     from mpitrain.reporting.targets import read_option
     from mpitrain.strategies.allreduce import AllReduce
 

@@ -13,17 +13,17 @@ from mpitrain.embedding.lookups import Lookups
 from mpitrain.embedding.shard import Begin, TableShard
 from mpitrain.embedding.tables import Table
 from mpitrain.errors import UsageError
-from mpitrain.model.codec_registry import check_optimizer as check_momentum
-from mpitrain.model.elastic_shard import ElasticStore
-from mpitrain.model.flat import FlatModel, Wires
-from mpitrain.model.optimizer import Rates, check_closure, check_elementwise, check_weighable
-from mpitrain.model.optimizer_state import state_slices
-from mpitrain.model.push_codec import PushCoder
+from mpitrain.model.optimizers.optimizer import Rates, check_closure, check_elementwise, check_weighable
+from mpitrain.model.optimizers.optimizer_state import state_slices
+from mpitrain.model.optimizers.server_steps import ServerSteps
+from mpitrain.model.optimizers.step_hooks import check_step
 from mpitrain.model.recipe import Recipe
-from mpitrain.model.server_shard import ShardStore
-from mpitrain.model.server_steps import ServerSteps
-from mpitrain.model.step_hooks import check_step
-from mpitrain.model.tabled_shard import TabledStore
+from mpitrain.model.shards.elastic_shard import ElasticStore
+from mpitrain.model.shards.server_shard import ShardStore
+from mpitrain.model.shards.tabled_shard import TabledStore
+from mpitrain.model.wire.codec_registry import check_optimizer as check_momentum
+from mpitrain.model.wire.flat import FlatModel, Wires
+from mpitrain.model.wire.push_codec import PushCoder
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.features import MPI, why_not
 from mpitrain.strategies.parameter_server.elastic import Elastic

@@ -16,7 +16,7 @@ import torch
 
 from mpitrain.data.read.ragged import num_samples_in
 from mpitrain.errors import UsageError
-from mpitrain.model.user_code import BatchFunction, Checked
+from mpitrain.model.gradient.user_code import BatchFunction, Checked
 
 Batch = dict[str, torch.Tensor]
 Kept = Any  # what is kept of one batch: tensors in host memory, in lists and dicts

@@ -21,14 +21,14 @@ import torch
 from torch.optim import Optimizer
 
 from mpitrain.messages import Lease
-from mpitrain.model.accumulation import LeaseReader, MeanLoss, backward_in_parts
-from mpitrain.model.clipping import NO_CLIPPING, Clipping
-from mpitrain.model.ema import ema_of
-from mpitrain.model.flat import FlatModel, all_finite
-from mpitrain.model.loss import BatchLoss, read_loss
-from mpitrain.model.optimizer import Rates
-from mpitrain.model.precision import backward_scaled, loss_scale
-from mpitrain.model.torch_scheduler import TorchSchedule
+from mpitrain.model.gradient.accumulation import LeaseReader, MeanLoss, backward_in_parts
+from mpitrain.model.gradient.clipping import NO_CLIPPING, Clipping
+from mpitrain.model.gradient.loss import BatchLoss, read_loss
+from mpitrain.model.gradient.precision import backward_scaled, loss_scale
+from mpitrain.model.optimizers.ema import ema_of
+from mpitrain.model.optimizers.optimizer import Rates
+from mpitrain.model.optimizers.torch_scheduler import TorchSchedule
+from mpitrain.model.wire.flat import FlatModel, all_finite
 from mpitrain.strategies.schedules import Pace, Schedule
 from mpitrain.strategies.ticks import Law, Ticks
 from mpitrain.system.draws import LOCK

@@ -16,7 +16,7 @@ from torch import nn
 from mpitrain.codecs import Encoder, Part, add_message
 from mpitrain.codecs.base import Codec
 from mpitrain.codecs.message_format import HEADER_BYTES
-from mpitrain.model.codec_registry import make_encoder, make_layout_of
+from mpitrain.model.wire.codec_registry import make_encoder, make_layout_of
 
 TRIED = 1 << 21  # numbers
 REPEATS = 3

@@ -69,7 +69,7 @@ def message_sizes(
     strategy: ServerStrategy, module: nn.Module, numbers: int, dtype: Any
 ) -> tuple[float, float]:
     """Bytes of a worker's push and of a reply, over all shards, for parameters of `dtype`."""
-    from mpitrain.model.buffers import wire_dtype
+    from mpitrain.model.wire.buffers import wire_dtype
     from mpitrain.planning.codec_cost import measure_codec
 
     sizes = []

@@ -151,7 +151,7 @@ def _build(job: Job, lr: float | None) -> tuple[nn.Module, Any]:
     be."""
     import torch
 
-    from mpitrain.model.deferred import Deferred
+    from mpitrain.model.building.deferred import Deferred
     from mpitrain.training.initial_weights import RandomNumbers
     from mpitrain.training.measure import build, build_module, build_optimizer
 
@@ -241,7 +241,7 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any, catalog
     if not roles.servers:
         return lines + describe_serverless(job, module, num_bytes, numbers, len(roles.workers))
     from mpitrain.model import check_optimizer
-    from mpitrain.model.flat import make_layout
+    from mpitrain.model.wire.flat import make_layout
     from mpitrain.planning.tables import describe_reduced, describe_tables
     from mpitrain.training.roads import choose_roads
 

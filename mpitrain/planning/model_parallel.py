@@ -62,7 +62,7 @@ def _model(strategy: Split, job: Job, grid: Grid, module: nn.Module) -> list[str
 
 
 def _stages(strategy: Pipeline, job: Job, grid: Grid, module: nn.Module) -> Iterator[str]:
-    from mpitrain.model.pipeline_stages import split_stages
+    from mpitrain.model.building.pipeline_stages import split_stages
 
     for index, stage in enumerate(split_stages(module, grid.num_parts, job.stages)):
         yield f"            stage {index}: {stage.num_parameters:,} numbers"
@@ -74,7 +74,7 @@ def _stages(strategy: Pipeline, job: Job, grid: Grid, module: nn.Module) -> Iter
 
 
 def _slices(strategy: TensorParallel, job: Job, grid: Grid, module: nn.Module) -> Iterator[str]:
-    from mpitrain.model.layer_cuts import slices
+    from mpitrain.model.building.layer_cuts import slices
 
     for name, way in slices(module, job.tensor_plan, grid.num_parts).items():
         yield f"            {name}: {way}, 1/{grid.num_parts} per rank"
@@ -84,7 +84,7 @@ def _slices(strategy: TensorParallel, job: Job, grid: Grid, module: nn.Module) -
 
 
 def _shards(strategy: Sharded, job: Job, grid: Grid, module: nn.Module) -> Iterator[str]:
-    from mpitrain.model.layer_cuts import units
+    from mpitrain.model.building.layer_cuts import units
 
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     held = num_bytes / grid.num_parts

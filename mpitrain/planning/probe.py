@@ -17,8 +17,8 @@ from torch import nn
 
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.job import Job
-from mpitrain.model.loss import read_loss
-from mpitrain.model.optimizer import state_bytes
+from mpitrain.model.gradient.loss import read_loss
+from mpitrain.model.optimizers.optimizer import state_bytes
 from mpitrain.simulation.measured_step import build_to_measure, measure_step
 from mpitrain.training.measure import pick_device
 

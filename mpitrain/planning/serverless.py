@@ -40,7 +40,7 @@ def describe_serverless(
 def _allreduce(
     strategy: AllReduce, module: nn.Module, num_bytes: int, numbers: int, num_workers: int, step_samples: int
 ) -> list[str]:
-    from mpitrain.model.sparse_gradients import sparse_layers
+    from mpitrain.model.gradient.sparse_gradients import sparse_layers
 
     tables = sparse_layers(module)
     num_bytes -= sum(table.weight.nbytes for table in tables.values())
@@ -53,7 +53,7 @@ def _allreduce(
 
 
 def _touched(name: str, table: torch.Tensor) -> str:
-    from mpitrain.model.sparse_gradients import row_bytes
+    from mpitrain.model.gradient.sparse_gradients import row_bytes
     from mpitrain.mpi.process_group.algorithm_choice import index_bytes
 
     each = f"{index_bytes(table.shape[:1])} + {row_bytes(table)} bytes"

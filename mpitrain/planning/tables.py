@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.embedding.tables import tables_of
-from mpitrain.model.buffers import wire_dtype
+from mpitrain.model.wire.buffers import wire_dtype
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.system.sizes import size_text
 from mpitrain.training.roads import Road, reduced_bytes, touched_rows

@@ -21,7 +21,7 @@ from mpitrain.errors import UsageError
 from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.model.in_place import refuse_renormed
-from mpitrain.model.optimizer import state_bytes
+from mpitrain.model.optimizers.optimizer import state_bytes
 from mpitrain.model.recipe import Recipe
 from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import Report, Reported, default_run_dir

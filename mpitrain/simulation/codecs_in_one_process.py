@@ -15,8 +15,8 @@ from torch import nn
 from mpitrain.codecs import Field, Layout, Part, add_message
 from mpitrain.codecs.base import Codec
 from mpitrain.errors import UsageError
-from mpitrain.model.codec_registry import make_encoder
 from mpitrain.model.recipe import Gradients
+from mpitrain.model.wire.codec_registry import make_encoder
 from mpitrain.system import background
 
 Gradient = list[torch.Tensor | None]

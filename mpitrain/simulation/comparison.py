@@ -22,7 +22,7 @@ from mpitrain.errors import EXIT_OK, DeadlockError, LostRankError, UsageError
 from mpitrain.inject.values import Injection
 from mpitrain.job import Job, Overrides
 from mpitrain.job.job import VALIDATED
-from mpitrain.model.sparse_gradients import sparse_parameters
+from mpitrain.model.gradient.sparse_gradients import sparse_parameters
 from mpitrain.reporting.fom import fom_line
 from mpitrain.reporting.report import default_run_dir
 from mpitrain.reporting.run_files import read_runs

@@ -17,10 +17,10 @@ from mpitrain.effects import AllReduce as AllReduceEffect
 from mpitrain.effects import Break, Compute, Effect, Exchange, Now, drive, together
 from mpitrain.errors import DeadlockError, LostRankError, UsageError
 from mpitrain.messages import Lease, num_parts
-from mpitrain.model.accumulation import LeaseReader, read_alike
-from mpitrain.model.codec_registry import check_optimizer
-from mpitrain.model.optimizer import Rates
-from mpitrain.model.sparse_gradients import row_bytes, sparse_parameters
+from mpitrain.model.gradient.accumulation import LeaseReader, read_alike
+from mpitrain.model.gradient.sparse_gradients import row_bytes, sparse_parameters
+from mpitrain.model.optimizers.optimizer import Rates
+from mpitrain.model.wire.codec_registry import check_optimizer
 from mpitrain.roles.step_worker import StepWorker
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.checkpoints import StepCheckpoints, parts_in_lockstep

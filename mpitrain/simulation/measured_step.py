@@ -21,10 +21,10 @@ from mpitrain.codecs.base import Codec
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.embedding.trained_rows import look_up_here
 from mpitrain.job import Job
-from mpitrain.model.codec_registry import make_encoder, make_layout_of
-from mpitrain.model.loss import BatchLoss
-from mpitrain.model.optimizer import Rates
-from mpitrain.model.sparse_gradients import sparse_parameters
+from mpitrain.model.gradient.loss import BatchLoss
+from mpitrain.model.gradient.sparse_gradients import sparse_parameters
+from mpitrain.model.optimizers.optimizer import Rates
+from mpitrain.model.wire.codec_registry import make_encoder, make_layout_of
 from mpitrain.simulation.step_costs import gradient_buckets
 from mpitrain.simulation.workload import codec_of
 from mpitrain.strategies.allreduce import AllReduce

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpitrain.model.flat import FlatModel
+from mpitrain.model.wire.flat import FlatModel
 from mpitrain.reporting.report import NullReport
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.strategies.decentralized import Decentralized

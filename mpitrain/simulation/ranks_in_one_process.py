@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from mpitrain.job import Job
-from mpitrain.model.optimizer import Rates
+from mpitrain.model.gradient.sparse_gradients import numbers_of_gradients
+from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.recipe import Recipe
-from mpitrain.model.sparse_gradients import numbers_of_gradients
 from mpitrain.simulation.codecs_in_one_process import CodecsInOneProcess
 from mpitrain.training.synchronous.stepper import Parts, WeighsAtLast
 from mpitrain.training.synchronous.unused import check_used

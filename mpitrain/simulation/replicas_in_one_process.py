@@ -17,9 +17,9 @@ from torch import nn
 from mpitrain.codecs import add_message, whole, write_message
 from mpitrain.codecs.eightbit import EightBitEncoder
 from mpitrain.job import Job
-from mpitrain.model.accumulation import LeaseReader
-from mpitrain.model.compiling import compile_in_place
-from mpitrain.model.optimizer import Rates
+from mpitrain.model.building.compiling import compile_in_place
+from mpitrain.model.gradient.accumulation import LeaseReader
+from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.local_sgd.averager import Ask, Averager
 from mpitrain.training.local_sgd.means import CASTS, by_kind, equal_parts

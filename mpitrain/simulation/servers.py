@@ -20,9 +20,9 @@ from mpitrain.errors import UsageError
 from mpitrain.inject import SILENT
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.model import Replica, check_optimizer, flat_model
-from mpitrain.model.step_hooks import StepHooks
-from mpitrain.model.tabled_shard import TabledStore
-from mpitrain.model.trained_buffers import trained_buffers
+from mpitrain.model.gradient.trained_buffers import trained_buffers
+from mpitrain.model.optimizers.step_hooks import StepHooks
+from mpitrain.model.shards.tabled_shard import TabledStore
 from mpitrain.options import settings_of
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Duties, Server

@@ -16,8 +16,8 @@ from torch import nn
 
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
-from mpitrain.model.layer_cuts import slices, units
-from mpitrain.model.pipeline_stages import split_stages
+from mpitrain.model.building.layer_cuts import slices, units
+from mpitrain.model.building.pipeline_stages import split_stages
 from mpitrain.simulation.collective_costs import Collectives
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.model_parallel.base import Split

@@ -59,8 +59,8 @@ class Workload:
         """
         import torch
 
-        from mpitrain.model.flat import trainable
-        from mpitrain.model.optimizer import state_bytes
+        from mpitrain.model.optimizers.optimizer import state_bytes
+        from mpitrain.model.wire.flat import trainable
         from mpitrain.training.measure import build
         from mpitrain.training.roads import choose_roads, reduced_bytes
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mpitrain.model.flat import Layout
+from mpitrain.model.wire.flat import Layout
 from mpitrain.training.measure import MODEL_FILE, save_tensors
 
 EMA_MODEL_FILE = "model-ema.safetensors"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.model import Replica
-from mpitrain.model.peer_replica import PeerReplica
+from mpitrain.model.replicas.peer_replica import PeerReplica
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.judge import divergence
 from mpitrain.training.measure import MODEL_FILE, save_model

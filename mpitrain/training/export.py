@@ -25,7 +25,7 @@ from torch import nn
 from mpitrain.embedding.tables import served_layers
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
-from mpitrain.model.user_code import Checked
+from mpitrain.model.gradient.user_code import Checked
 from mpitrain.reporting.report import writing
 from mpitrain.system.atomic import check_new, durably_replaced
 from mpitrain.system.interrupts import interruptible

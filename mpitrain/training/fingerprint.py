@@ -17,7 +17,7 @@ from mpitrain.data import Catalogue
 from mpitrain.data.format.manifest import Manifest
 from mpitrain.errors import DataError
 from mpitrain.job import Job
-from mpitrain.model.user_code import unwrapped
+from mpitrain.model.gradient.user_code import unwrapped
 from mpitrain.strategies.schedules import ByFunction
 
 

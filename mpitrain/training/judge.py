@@ -77,7 +77,7 @@ def divergence(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     Args:
         parameters: with their names. Frozen ones are not looked at: they are the user's own, and may hold infinities.
     """
-    from mpitrain.model.flat import all_finite
+    from mpitrain.model.wire.flat import all_finite
 
     trained = {name: parameter.detach() for name, parameter in parameters if parameter.requires_grad}
     if all_finite(list(trained.values())):

@@ -22,21 +22,21 @@ from mpitrain.checkpoint.tensor_file import Described, body, describe, header, o
 from mpitrain.embedding.tables import served_layers
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
-from mpitrain.model.activation_checkpointing import checkpoint_activations
-from mpitrain.model.compiler_import import without_compiler
-from mpitrain.model.compiling import compile_in_place
-from mpitrain.model.deferred import Deferred
-from mpitrain.model.optimizer import check_closure, set_learning_rate
-from mpitrain.model.precision import check_float32
-from mpitrain.model.several_optimizers import SeveralOptimizers
-from mpitrain.model.sparse_gradients import (
+from mpitrain.model.building.activation_checkpointing import checkpoint_activations
+from mpitrain.model.building.compiler_import import without_compiler
+from mpitrain.model.building.compiling import compile_in_place
+from mpitrain.model.building.deferred import Deferred
+from mpitrain.model.gradient.precision import check_float32
+from mpitrain.model.gradient.sparse_gradients import (
     check_served_layers,
     check_sparse_layers,
     check_sparse_optimizer,
     sparse_layers,
 )
-from mpitrain.model.sync_batchnorm import sync_batchnorm
-from mpitrain.model.user_code import check_made_optimizer, check_module, named_part
+from mpitrain.model.gradient.sync_batchnorm import sync_batchnorm
+from mpitrain.model.gradient.user_code import check_made_optimizer, check_module, named_part
+from mpitrain.model.optimizers.optimizer import check_closure, set_learning_rate
+from mpitrain.model.optimizers.several_optimizers import SeveralOptimizers
 from mpitrain.reporting.report import writing
 from mpitrain.strategies.features import MPI, why_not
 from mpitrain.system.atomic import durably_replaced

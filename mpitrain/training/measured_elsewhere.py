@@ -15,9 +15,9 @@ import torch
 
 from mpitrain.messages import Payload
 from mpitrain.model import Replica
-from mpitrain.model.buffers import FixedBuffer, VariableBuffer
-from mpitrain.model.ema import Averaged
-from mpitrain.model.peer_replica import PeerReplica
+from mpitrain.model.optimizers.ema import Averaged
+from mpitrain.model.replicas.peer_replica import PeerReplica
+from mpitrain.model.wire.buffers import FixedBuffer, VariableBuffer
 from mpitrain.training.agree import attempt
 from mpitrain.training.validation import Measure, Part
 from mpitrain.training.validation_parts import from_bytes, gather_parts, to_bytes

@@ -15,8 +15,8 @@ import torch
 from mpitrain.embedding.lookups import HeldRows, Ids, RowsMissing, union
 from mpitrain.embedding.sections import split
 from mpitrain.messages import Payload
-from mpitrain.model.buffers import VariableBuffer
-from mpitrain.model.tabled_replica import TabledReplica
+from mpitrain.model.replicas.tabled_replica import TabledReplica
+from mpitrain.model.wire.buffers import VariableBuffer
 from mpitrain.training.measured_elsewhere import MeasuredByWorkers
 from mpitrain.training.validation import Measure, losses_of
 

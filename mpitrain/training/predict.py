@@ -22,8 +22,8 @@ from mpitrain.data.write.ranks import ALONE, Ranks
 from mpitrain.data.write.rows import join_rows, write_rows
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
+from mpitrain.model.gradient.user_code import Checked
 from mpitrain.model.metrics import predict_x
-from mpitrain.model.user_code import Checked
 from mpitrain.system.atomic import check_new
 from mpitrain.system.interrupts import interruptible
 from mpitrain.training.agree import attempt

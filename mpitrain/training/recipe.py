@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpitrain.job import Job
-from mpitrain.model.clipping import NO_CLIPPING, Clipping
+from mpitrain.model.gradient.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.recipe import GradientRule, Recipe, UpdateRule
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.schedules import Schedule

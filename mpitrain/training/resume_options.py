@@ -18,7 +18,7 @@ from mpitrain.codecs.base import Codec
 from mpitrain.errors import UsageError
 from mpitrain.job import Job, Overrides
 from mpitrain.job.option import ACTS, CONVERTED, declared
-from mpitrain.model.several_optimizers import SeveralOptimizers
+from mpitrain.model.optimizers.several_optimizers import SeveralOptimizers
 from mpitrain.strategies.base import Strategy
 from mpitrain.training.fingerprint import fingerprint, options
 from mpitrain.training.session import Session

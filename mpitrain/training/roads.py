@@ -16,8 +16,8 @@ from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.embedding.lookups import HeldRows, Lookups
 from mpitrain.embedding.tables import Table, tables_of
 from mpitrain.job import Job
-from mpitrain.model.flat import trainable
-from mpitrain.model.sparse_gradients import row_bytes
+from mpitrain.model.gradient.sparse_gradients import row_bytes
+from mpitrain.model.wire.flat import trainable
 from mpitrain.strategies.parameter_server.hybrid import Hybrid
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpitrain.model.torch_scheduler import TorchSchedule
+from mpitrain.model.optimizers.torch_scheduler import TorchSchedule
 from mpitrain.strategies.schedules import Pace, what_changes
 from mpitrain.strategies.ticks import Law, Ticks
 from mpitrain.training.recipe import law_of

@@ -15,7 +15,7 @@ from torch import nn
 
 from mpitrain.errors import EXIT_ERROR, EXIT_REQUEUE, UsageError
 from mpitrain.job import Job
-from mpitrain.model.user_code import check_module
+from mpitrain.model.gradient.user_code import check_module
 from mpitrain.options import settings_of
 from mpitrain.system.run_directory import RUN_FILE, read_json
 from mpitrain.training.averaged_model import EMA_MODEL_FILE

@@ -22,9 +22,9 @@ from mpitrain.data.read.ragged import num_samples_in
 from mpitrain.data.read.reader import Reader
 from mpitrain.errors import UsageError
 from mpitrain.job import EMA_PREFIX, Job
-from mpitrain.model.ema import Averaged
-from mpitrain.model.loss import Tally
+from mpitrain.model.gradient.loss import Tally
 from mpitrain.model.metrics import Metrics, Observed
+from mpitrain.model.optimizers.ema import Averaged
 from mpitrain.reporting.targets import LOSS, check_targets
 from mpitrain.training.best_model import Validations
 from mpitrain.training.measure import save_model

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mpitrain.checkpoint.state_tree import join, split
-from mpitrain.model.ema import Averaged
+from mpitrain.model.optimizers.ema import Averaged
 from mpitrain.training.agree import attempt
 from mpitrain.training.validation import Measure, Part, Row, holding
 

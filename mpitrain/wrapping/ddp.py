@@ -48,9 +48,9 @@ def join_ddp(
     Raises:
         UsageError (AgreedError under MPI): the codec does not fit the optimizer, or a checkpoint of another run.
     """
-    from mpitrain.model.codec_registry import check_optimizer
     from mpitrain.model.in_place import InPlaceGuard, held_alike
-    from mpitrain.model.optimizer import Rates
+    from mpitrain.model.optimizers.optimizer import Rates
+    from mpitrain.model.wire.codec_registry import check_optimizer
     from mpitrain.mpi.process_group.process_group import init_default_group
     from mpitrain.training.measure import share_module
     from mpitrain.training.replica_guard import ReplicaGuard

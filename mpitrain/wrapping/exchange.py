@@ -24,7 +24,7 @@ from torch import nn
 from mpitrain.codecs.base import Codec
 from mpitrain.codecs.none import Uncompressed
 from mpitrain.errors import UsageError
-from mpitrain.model.loss_pass import LossPass, name_itself
+from mpitrain.model.gradient.loss_pass import LossPass, name_itself
 from mpitrain.training.synchronous.codec_hooks import reattach
 from mpitrain.training.synchronous.ddp import attach, data_parallel
 

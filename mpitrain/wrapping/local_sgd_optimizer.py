@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from mpitrain.errors import LostRankError, NonFiniteError, UsageError
-from mpitrain.model.flat import all_finite
-from mpitrain.model.optimizer import check_closure
+from mpitrain.model.optimizers.optimizer import check_closure
+from mpitrain.model.wire.flat import all_finite
 from mpitrain.training.replica_guard import ReplicaGuard
 from mpitrain.wrapping.delegating import DelegatingOptimizer
 
@@ -129,7 +129,7 @@ def join_local_sgd(
     Raises:
         UsageError (AgreedError under MPI): periods in samples, or a checkpoint of another run or number of workers.
     """
-    from mpitrain.model.optimizer import Rates
+    from mpitrain.model.optimizers.optimizer import Rates
     from mpitrain.mpi.process_group.process_group import init_default_group
     from mpitrain.strategies.part_names import own_part
     from mpitrain.training.local_sgd.averager import Averager

@@ -133,7 +133,7 @@ def wrap(
 
 
 def _check_sparse(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
-    from mpitrain.model.sparse_gradients import (
+    from mpitrain.model.gradient.sparse_gradients import (
         check_served_layers,
         check_sparse_layers,
         check_sparse_optimizer,
@@ -335,8 +335,8 @@ def _join(
 
 def _start_of(strategy: ServerStrategy, flat: FlatModel, optimizer: Optimizer) -> dict[str, Any]:
     """What all ranks must begin with alike."""
-    from mpitrain.model.group_options import read_groups
-    from mpitrain.model.optimizer_state import state_digest
+    from mpitrain.model.optimizers.group_options import read_groups
+    from mpitrain.model.optimizers.optimizer_state import state_digest
 
     return {
         "strategy": str(strategy),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mpitrain.effects import Role
-    from mpitrain.model.peer_replica import PeerReplica
+    from mpitrain.model.replicas.peer_replica import PeerReplica
     from mpitrain.mpi.runtime import Runtime
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.training.decentralized.builder import PeerBuilder
@@ -139,8 +139,8 @@ def join_peers(
 
 
 def _replica(builder: PeerBuilder, rank: int, model: nn.Module, optimizer: Optimizer) -> PeerReplica:
-    from mpitrain.model.flat import FlatModel
-    from mpitrain.model.optimizer import check_closure
+    from mpitrain.model.optimizers.optimizer import check_closure
+    from mpitrain.model.wire.flat import FlatModel
 
     strategy = builder.strategy
     if strategy.warmup.epochs:

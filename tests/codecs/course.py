@@ -7,7 +7,7 @@ import torch
 from mpitrain import strategies
 from mpitrain.codecs import Part, whole, write_message
 from mpitrain.codecs.base import Codec
-from mpitrain.model.codec_registry import make_encoder, make_layout_of
+from mpitrain.model.wire.codec_registry import make_encoder, make_layout_of
 
 # A matrix, a bias that is small, two matrices that are neighbours, and a large vector.
 ENTRIES = [

@@ -12,7 +12,7 @@ from mpitrain.codecs.layout import CHUNK
 from mpitrain.codecs.qsgd import QsgdEncoder
 from mpitrain.codecs.threshold import ThresholdEncoder
 from mpitrain.codecs.topk import TopKEncoder
-from mpitrain.model.codec_registry import make_encoder, make_layout_of
+from mpitrain.model.wire.codec_registry import make_encoder, make_layout_of
 from tests.codecs.course import LAYOUT, NUMEL, decoded, gradients, part, residual
 
 D = 0.5 ** (1 / 20)
@@ -312,7 +312,7 @@ def test_what_is_a_level_of_qsgd_already_is_sent_as_it_is_whatever_is_drawn():
 
 def test_residuals_dealt_to_another_number_of_workers_keep_their_mean():
     """4 workers' states to 2 and to 6: the sum over workers / workers stays; who gets none has the others' step."""
-    from mpitrain.model.codec_registry import merge_states
+    from mpitrain.model.wire.codec_registry import merge_states
 
     encoders = [make_encoder(strategies.Threshold(density=0.05), 4, worker) for worker in range(4)]
     for worker, encoder in enumerate(encoders):

@@ -14,8 +14,8 @@ from mpitrain.data.tools.check import check
 from mpitrain.data.tools.info import info
 from mpitrain.data.write.pack import pack
 from mpitrain.errors import DataError, UsageError
-from mpitrain.model.activation_checkpointing import checkpoint_activations
-from mpitrain.model.layer_cuts import slices
+from mpitrain.model.building.activation_checkpointing import checkpoint_activations
+from mpitrain.model.building.layer_cuts import slices
 from mpitrain.system.outside import at_home, expanded, find_files
 from mpitrain.training.predict import _shards
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import mpitrain as mt
 from mpitrain.errors import UsageError
-from mpitrain.model.activation_checkpointing import checkpoint_activations
+from mpitrain.model.building.activation_checkpointing import checkpoint_activations
 from tests import toy
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from mpitrain.model.compiler_import import KNOWN, without_compiler
+from mpitrain.model.building.compiler_import import KNOWN, without_compiler
 
 PARAMETERS = "[torch.nn.Parameter(torch.ones(2))]"
 MAKE = f"""
@@ -52,7 +52,7 @@ assert getattr(add, "{KNOWN}") is mark
 # Imports torch, which takes most of the time, and forks a process for each program.
 FORKS = """
 import json, os, sys, traceback, torch
-from mpitrain.model.compiler_import import without_compiler
+from mpitrain.model.building.compiler_import import without_compiler
 for number, program in enumerate(json.loads(sys.argv[1])):
     if (child := os.fork()) == 0:
         said = ""

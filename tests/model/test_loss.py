@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpitrain.errors import UsageError
-from mpitrain.model.loss import Tally, read_loss
+from mpitrain.model.gradient.loss import Tally, read_loss
 
 
 def test_a_mean_and_a_sum_with_its_weight():

@@ -13,17 +13,24 @@ import mpitrain as mt
 from mpitrain.codecs import Part
 from mpitrain.embedding.sections import Section, What, join
 from mpitrain.errors import UsageError, WireError
-from mpitrain.model import compiling, flat_model
-from mpitrain.model.activation_checkpointing import _recomputing, checkpoint_activations
-from mpitrain.model.buffers import VariableBuffer
-from mpitrain.model.codec_registry import make_encoder
-from mpitrain.model.flat import Layout, all_finite
-from mpitrain.model.optimizer import Rates, attached_schedulers, coupled_decays, scaled, state_bytes
-from mpitrain.model.peer_replica import PeerReplica
-from mpitrain.model.push_codec import PushDecoder, fields_of
-from mpitrain.model.reshard import reshard
-from mpitrain.model.torch_scheduler import TorchSchedule
-from mpitrain.model.user_code import _check_metrics, unused_parameters
+from mpitrain.model import flat_model
+from mpitrain.model.building import compiling
+from mpitrain.model.building.activation_checkpointing import _recomputing, checkpoint_activations
+from mpitrain.model.gradient.user_code import _check_metrics, unused_parameters
+from mpitrain.model.optimizers.optimizer import (
+    Rates,
+    attached_schedulers,
+    coupled_decays,
+    scaled,
+    state_bytes,
+)
+from mpitrain.model.optimizers.torch_scheduler import TorchSchedule
+from mpitrain.model.replicas.peer_replica import PeerReplica
+from mpitrain.model.shards.reshard import reshard
+from mpitrain.model.wire.buffers import VariableBuffer
+from mpitrain.model.wire.codec_registry import make_encoder
+from mpitrain.model.wire.flat import Layout, all_finite
+from mpitrain.model.wire.push_codec import PushDecoder, fields_of
 from mpitrain.strategies.ticks import Law, Ticks
 from mpitrain.training.measure import build
 from tests import toy

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mpitrain.errors import UsageError
-from mpitrain.model.precision import (
+from mpitrain.model.gradient.precision import (
     LARGEST,
     START,
     STEPS_TO_GROW,

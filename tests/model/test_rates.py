@@ -9,7 +9,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 
 from mpitrain.checkpoint.state_tree import join, split
-from mpitrain.model.optimizer import Rates, attached_schedulers, set_learning_rate
+from mpitrain.model.optimizers.optimizer import Rates, attached_schedulers, set_learning_rate
 
 START = [torch.linspace(-1, 1, 6), torch.linspace(1, 2, 4)]
 

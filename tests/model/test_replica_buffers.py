@@ -5,10 +5,10 @@ import torch
 
 import mpitrain as mt
 from mpitrain.messages.common import Lease
-from mpitrain.model.buffers import FixedBuffer
 from mpitrain.model.factory import flat_model
 from mpitrain.model.recipe import GradientRule
-from mpitrain.model.worker_replica import Replica
+from mpitrain.model.replicas.worker_replica import Replica
+from mpitrain.model.wire.buffers import FixedBuffer
 from mpitrain.training.measure import build
 from tests import toy
 

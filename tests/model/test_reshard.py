@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from mpitrain.model import FixedBuffer, FlatModel, ShardStore, reshard
-from mpitrain.model.flat import make_layout
-from mpitrain.model.reply_codec import ReplyReader
+from mpitrain.model.wire.flat import make_layout
+from mpitrain.model.wire.reply_codec import ReplyReader
 from mpitrain.strategies import Async, EightBit
 
 

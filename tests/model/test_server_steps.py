@@ -6,8 +6,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mpitrain.errors import UsageError
 from mpitrain.model import FlatModel, ShardStore, check_optimizer, local_steps, server_steps, shard_store
-from mpitrain.model.group_options import mean_option
-from mpitrain.model.step_hooks import StepHooks, check_whole
+from mpitrain.model.optimizers.group_options import mean_option
+from mpitrain.model.optimizers.step_hooks import StepHooks, check_whole
 from mpitrain.strategies import Async
 from tests.model.test_shard import OPTIMIZERS, in_two_groups, make_model
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from mpitrain.errors import UsageError
 from mpitrain.model import FixedBuffer, FlatModel, ShardStore
-from mpitrain.model.buffers import BufferPool
-from mpitrain.model.elastic_shard import ElasticStore
-from mpitrain.model.flat import all_finite, make_layout
-from mpitrain.model.optimizer import ELEMENTWISE, check_elementwise
+from mpitrain.model.optimizers.optimizer import ELEMENTWISE, check_elementwise
+from mpitrain.model.shards.elastic_shard import ElasticStore
+from mpitrain.model.wire.buffers import BufferPool
+from mpitrain.model.wire.flat import all_finite, make_layout
 
 SHAPES = [(17, 13), (13,), (5, 3, 3, 3), (1,), (301,)]
 

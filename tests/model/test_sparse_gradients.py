@@ -6,8 +6,8 @@ from torch import nn
 
 import mpitrain as mt
 from mpitrain.errors import UsageError
-from mpitrain.model.clipping import Clipping
-from mpitrain.model.sparse_gradients import (
+from mpitrain.model.gradient.clipping import Clipping
+from mpitrain.model.gradient.sparse_gradients import (
     check_sparse_layers,
     check_sparse_optimizer,
     explained_tables,

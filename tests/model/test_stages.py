@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mpitrain.errors import UsageError
-from mpitrain.model.pipeline_stages import cut, keep_only, split_stages
+from mpitrain.model.building.pipeline_stages import cut, keep_only, split_stages
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=7), st.data())

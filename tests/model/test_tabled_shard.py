@@ -12,8 +12,8 @@ import mpitrain as mt
 from mpitrain.embedding.lookups import HeldRows
 from mpitrain.embedding.sections import Section, What, join
 from mpitrain.model import flat_model, shard_store
-from mpitrain.model.buffers import VariableBuffer
-from mpitrain.model.reshard import reshard
+from mpitrain.model.shards.reshard import reshard
+from mpitrain.model.wire.buffers import VariableBuffer
 
 ROWS, WIDTH = 40, 3
 OPTIMIZERS = {

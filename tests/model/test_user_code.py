@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
-from mpitrain.model.user_code import Checked, check_made_optimizer, check_module, unused_parameters
+from mpitrain.model.gradient.user_code import Checked, check_made_optimizer, check_module, unused_parameters
 from mpitrain.system.tracebacks import own_part
 from mpitrain.training.fingerprint import fingerprint
 from mpitrain.training.job_file import load_job
@@ -180,7 +180,9 @@ def test_of_a_traceback_the_users_own_part_is_shown():
     assert told.splitlines()[1].endswith("in loss") and "user_code.py" in "".join(
         traceback.format_exception(error)
     )
-    assert "mpitrain/model/user_code.py" not in told and told.endswith(f"{type(error).__name__}: {error}\n")
+    assert "mpitrain/model/gradient/user_code.py" not in told and told.endswith(
+        f"{type(error).__name__}: {error}\n"
+    )
     with pytest.raises(RuntimeError) as caught:
         below_us()
     assert "in below_us" in own_part(caught.value)  # a script of one's own that calls us: whole

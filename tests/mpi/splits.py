@@ -11,7 +11,7 @@ from torch import nn
 import mpitrain as mt
 from mpitrain.data.sources import load_source
 from mpitrain.data.write.pack import PackOptions, pack
-from mpitrain.model.loss import read_loss
+from mpitrain.model.gradient.loss import read_loss
 from mpitrain.model.recipe import seed_step
 from mpitrain.training.job_file import load_job
 from tests import toy

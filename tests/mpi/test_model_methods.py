@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mpitrain as mt
-from mpitrain.model.loss_pass import LossPass, naming_itself, passed
+from mpitrain.model.gradient.loss_pass import LossPass, naming_itself, passed
 from mpitrain.values import parse
 from tests import toy
 from tests.mpi.cases import assert_passed, case_names, launch

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
-from mpitrain.model import precision
+from mpitrain.model.gradient import precision
 from mpitrain.training import validate
 from tests import toy
 from tests.mpi import splits
@@ -91,7 +91,9 @@ def test_a_step_that_overflows_is_done_again_with_a_smaller_scale(tmp_path, monk
     changes = {"model": toy.normed, "accumulate": batches, "loss": loss}
     expected = simulated(tmp_path / "float32", toy.make_job(**changes), strategy)
     monkeypatch.setattr(validate, "check_precision", lambda job, on_cuda: None)
-    monkeypatch.setattr("mpitrain.model.user_code.autocast", lambda *_: precision.contextlib.nullcontext())
+    monkeypatch.setattr(
+        "mpitrain.model.gradient.user_code.autocast", lambda *_: precision.contextlib.nullcontext()
+    )
     monkeypatch.setattr(precision, "START", 2.0**30)
     found = simulated(tmp_path / "float16", toy.make_job(precision="float16", **changes), strategy)
     assert found["nonfinite"] == expected["nonfinite"] == 0 and found["samples"] == expected["samples"]

@@ -36,23 +36,29 @@ ALSO = {
     "mpitrain/roles/server/worker_state.py": ["tests/virtual/test_worker_state.py"],
     "mpitrain/roles/worker.py": ["tests/virtual/test_worker_side.py"],
     "mpitrain/strategies/ticks.py": ["tests/strategies/test_ticks.py", "tests/virtual/test_schedulers.py"],
-    "mpitrain/model/push_codec.py": ["tests/model/test_model_laws.py", "tests/virtual/test_push_codecs.py"],
-    "mpitrain/model/reshard.py": ["tests/model/test_model_laws.py", "tests/virtual/test_resharding.py"],
+    "mpitrain/model/wire/push_codec.py": [
+        "tests/model/test_model_laws.py",
+        "tests/virtual/test_push_codecs.py",
+    ],
+    "mpitrain/model/shards/reshard.py": [
+        "tests/model/test_model_laws.py",
+        "tests/virtual/test_resharding.py",
+    ],
     "mpitrain/roles/server/fault_tolerant.py": ["tests/threads/test_last_checkpoint.py"],
     "mpitrain/roles/server/checkpoint_schedule.py": [
         "tests/virtual/test_restarts.py::test_a_checkpoint_gets_whole_however_soon_the_next_one_is_due"
     ],
-    "mpitrain/model/step_hooks.py": ["tests/virtual/test_step_hooks.py"],
-    "mpitrain/model/tabled_shard.py": [
+    "mpitrain/model/optimizers/step_hooks.py": ["tests/virtual/test_step_hooks.py"],
+    "mpitrain/model/shards/tabled_shard.py": [
         "tests/model/test_model_laws.py",
         "tests/virtual/test_served_tables.py",
     ],
-    "mpitrain/model/torch_scheduler.py": [
+    "mpitrain/model/optimizers/torch_scheduler.py": [
         "tests/model/test_model_laws.py",
         "tests/virtual/test_schedulers.py",
     ],
-    "mpitrain/model/several_optimizers.py": ["tests/mpi/test_several_optimizers.py"],
-    "mpitrain/model/sync_batchnorm.py": [
+    "mpitrain/model/optimizers/several_optimizers.py": ["tests/mpi/test_several_optimizers.py"],
+    "mpitrain/model/gradient/sync_batchnorm.py": [
         "tests/mpi/test_features.py::test_batch_statistics_of_all_ranks_are_those_of_one_process_with_the_whole_batch",
         "tests/mpi/test_features.py::test_batch_statistics_of_all_ranks_are_added_up_in_32_bits",
     ],
@@ -61,29 +67,29 @@ ALSO = {
     "mpitrain/data/read/prefetch.py": ["tests/data/test_read_laws.py"],
     "mpitrain/data/read/reader.py": ["tests/data/test_read_laws.py"],
     "mpitrain/data/read/chunk_cache.py": ["tests/data/test_read_laws.py"],
-    "mpitrain/model/precision.py": ["tests/model/test_precision_laws.py"],
-    "mpitrain/model/worker_replica.py": [
+    "mpitrain/model/gradient/precision.py": ["tests/model/test_precision_laws.py"],
+    "mpitrain/model/replicas/worker_replica.py": [
         "tests/model/test_replica_buffers.py",
         "tests/virtual/test_step_hooks.py",
     ],
     "mpitrain/roles/failure_detector/server_side.py": ["tests/virtual/test_detector_laws.py"],
     "mpitrain/roles/failure_detector/worker_side.py": ["tests/virtual/test_detector_laws.py"],
     "mpitrain/codecs/topk.py": ["tests/codecs/test_laws.py"],
-    "mpitrain/model/compiling.py": ["tests/model/test_model_laws.py"],
-    "mpitrain/model/flat.py": ["tests/model/test_model_laws.py"],
-    "mpitrain/model/optimizer.py": ["tests/model/test_model_laws.py"],
-    "mpitrain/model/user_code.py": ["tests/model/test_model_laws.py"],
+    "mpitrain/model/building/compiling.py": ["tests/model/test_model_laws.py"],
+    "mpitrain/model/wire/flat.py": ["tests/model/test_model_laws.py"],
+    "mpitrain/model/optimizers/optimizer.py": ["tests/model/test_model_laws.py"],
+    "mpitrain/model/gradient/user_code.py": ["tests/model/test_model_laws.py"],
     "mpitrain/roles/replay.py": ["tests/virtual/test_role_laws.py"],
     "mpitrain/strategies/validation_policy.py": ["tests/strategies/test_policy_laws.py"],
     "mpitrain/strategies/checkpoint_policy.py": ["tests/strategies/test_policy_laws.py"],
     "mpitrain/strategies/parameter_server/softsync.py": ["tests/strategies/test_policy_laws.py"],
     "mpitrain/strategies/parameter_server/staleness.py": ["tests/strategies/test_policy_laws.py"],
     "mpitrain/strategies/sampling/epoch_steps.py": ["tests/strategies/test_policy_laws.py"],
-    "mpitrain/model/peer_replica.py": ["tests/model/test_model_laws.py"],
+    "mpitrain/model/replicas/peer_replica.py": ["tests/model/test_model_laws.py"],
     "mpitrain/codecs/qsgd.py": [
         "tests/codecs/test_laws.py::test_what_is_a_level_of_qsgd_already_is_sent_as_it_is_whatever_is_drawn"
     ],
-    "mpitrain/model/activation_checkpointing.py": ["tests/model/test_model_laws.py"],
+    "mpitrain/model/building/activation_checkpointing.py": ["tests/model/test_model_laws.py"],
     "mpitrain/strategies/schedules.py": ["tests/strategies/test_policy_laws.py"],
     "mpitrain/roles/server/resharding.py": ["tests/virtual/test_resharding.py"],
     "mpitrain/strategies/sampling/dealer.py": ["tests/strategies/test_dealing_laws.py"],

@@ -5,7 +5,7 @@ import torch
 
 from mpitrain import Average, DiLoCo, LocalSGD, SlowMo
 from mpitrain.errors import UsageError
-from mpitrain.model.outer_optimizer import OuterOptimizer
+from mpitrain.model.optimizers.outer_optimizer import OuterOptimizer
 from mpitrain.values import parse
 
 

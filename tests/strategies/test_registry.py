@@ -354,7 +354,7 @@ with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
 light = [name for name in ("torch", "numpy") if name in sys.modules]
 import torch
 from mpitrain.codecs import add_message, message_statistics, whole
-from mpitrain.model.codec_registry import make_encoder
+from mpitrain.model.wire.codec_registry import make_encoder
 from mpitrain.virtual import Constant, Ideal
 codec = parse("signs(dense_below=0)", "codec")
 encoder = make_encoder(codec)

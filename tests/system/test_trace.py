@@ -151,7 +151,7 @@ def test_without_a_trace_objects_stay_as_they_are():
 
 def test_a_run_without_a_trace_has_the_plain_world_and_steps(monkeypatch, tmp_path):
     import mpitrain as mt
-    from mpitrain.model.worker_replica import Replica
+    from mpitrain.model.replicas.worker_replica import Replica
     from tests import toy
 
     made = []

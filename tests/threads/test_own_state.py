@@ -10,7 +10,7 @@ from torch import nn
 import mpitrain as mt
 from mpitrain.checkpoint.parts import listed, newest
 from mpitrain.model import Replica
-from mpitrain.model.trained_buffers import trained_buffers
+from mpitrain.model.gradient.trained_buffers import trained_buffers
 from mpitrain.training.measure import same_model
 from mpitrain.values import parse
 from tests import toy

@@ -9,8 +9,8 @@ from torch import nn
 
 import mpitrain as mt
 from mpitrain.errors import UsageError
-from mpitrain.model.compiling import unwrap_compiled
-from mpitrain.model.user_code import check_module
+from mpitrain.model.building.compiling import unwrap_compiled
+from mpitrain.model.gradient.user_code import check_module
 from tests import toy
 
 NAMES = {"0.weight", "0.bias", "2.weight", "2.bias"}

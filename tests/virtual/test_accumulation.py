@@ -8,7 +8,7 @@ import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
 from mpitrain.messages import Lease
-from mpitrain.model.accumulation import LeaseReader
+from mpitrain.model.gradient.accumulation import LeaseReader
 from mpitrain.strategies.parameter_server.batch_size import PerRound
 from mpitrain.virtual import Constant
 from tests import toy

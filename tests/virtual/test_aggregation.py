@@ -12,8 +12,8 @@ import mpitrain as mt
 from mpitrain.effects import Compute, Recv, Send
 from mpitrain.errors import DeadlockError, LostRankError, UsageError, WireError
 from mpitrain.messages import NOT_SENT, Bundle, CheckpointRequest, Done, Entry, Idle, Join, Note, Push, Reply
-from mpitrain.model.buffers import FixedBuffer
-from mpitrain.model.node_sums import NodeSums
+from mpitrain.model.wire.buffers import FixedBuffer
+from mpitrain.model.wire.node_sums import NodeSums
 from mpitrain.roles.aggregator import Aggregator
 from mpitrain.simulation.timing import Circumstances, Workload, time_run
 from mpitrain.strategies import Async, SoftSync, StaleSync, Sync

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
-from mpitrain.model.clipping import Clipping
-from mpitrain.model.push_codec import PushCoder
+from mpitrain.model.gradient.clipping import Clipping
+from mpitrain.model.wire.push_codec import PushCoder
 from mpitrain.strategies import Backup, Sync
 from mpitrain.virtual import Exponential
 from tests import toy

@@ -12,7 +12,7 @@ import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.model import FlatModel, ShardStore
 from mpitrain.model.factory import check_optimizer
-from mpitrain.model.reply_codec import ReplyReader
+from mpitrain.model.wire.reply_codec import ReplyReader
 from mpitrain.strategies import (
     Async,
     BySpeed,

@@ -7,7 +7,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mpitrain as mt
 from mpitrain.errors import UsageError
-from mpitrain.model.ema import Ema
+from mpitrain.model.optimizers.ema import Ema
 from mpitrain.values import parse
 from tests import toy
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import mpitrain as mt
 from mpitrain.errors import UsageError
-from mpitrain.model.optimizer import ELEMENTWISE
+from mpitrain.model.optimizers.optimizer import ELEMENTWISE
 from tests import toy
 
 SHIPPED = {

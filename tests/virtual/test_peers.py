@@ -14,8 +14,8 @@ from mpitrain.checkpoint.parts import write_part
 from mpitrain.effects import Recv, Send, watched
 from mpitrain.errors import LostRankError, NonFiniteError, UsageError
 from mpitrain.messages import Update
-from mpitrain.model.flat import FlatModel
-from mpitrain.model.peer_replica import PeerReplica
+from mpitrain.model.replicas.peer_replica import PeerReplica
+from mpitrain.model.wire.flat import FlatModel
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles.peer import Peer
 from mpitrain.roles.peer_credits import CREDITS

@@ -10,10 +10,10 @@ import mpitrain as mt
 from mpitrain.codecs import Part, write_message
 from mpitrain.errors import UsageError
 from mpitrain.model import FlatModel, PushCoder, Replica, push_coder, shard_store
-from mpitrain.model.push_codec import fields_of
 from mpitrain.model.recipe import GradientRule
-from mpitrain.model.reply_codec import ReplyReader
-from mpitrain.model.worker_replica import Between
+from mpitrain.model.replicas.worker_replica import Between
+from mpitrain.model.wire.push_codec import fields_of
+from mpitrain.model.wire.reply_codec import ReplyReader
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import FaultTolerantServer, Rhythm, Worker
 from mpitrain.strategies.placement import assign

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 import mpitrain as mt
 from mpitrain.errors import UsageError
-from mpitrain.model.optimizer import Rates
-from mpitrain.model.torch_scheduler import TorchSchedule
+from mpitrain.model.optimizers.optimizer import Rates
+from mpitrain.model.optimizers.torch_scheduler import TorchSchedule
 from mpitrain.strategies.ticks import Law, Ticks
 from mpitrain.values import parse
 from tests import toy

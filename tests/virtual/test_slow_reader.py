@@ -10,7 +10,7 @@ import torch
 import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.messages import payloads_of
-from mpitrain.model.buffers import FixedBuffer, VariableBuffer
+from mpitrain.model.wire.buffers import FixedBuffer, VariableBuffer
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.values import parse
 from mpitrain.virtual import Constant, VirtualWorld

@@ -11,7 +11,7 @@ import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.model import Replica, flat_model, local_steps, server_steps, shard_store
 from mpitrain.model.recipe import GradientRule
-from mpitrain.model.worker_replica import Between
+from mpitrain.model.replicas.worker_replica import Between
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Duties, FaultTolerantServer, Rhythm, Worker
 from mpitrain.strategies.placement import assign

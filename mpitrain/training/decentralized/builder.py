@@ -14,10 +14,10 @@ from typing import Any
 from torch.optim import Optimizer
 
 from mpitrain.job import Job
-from mpitrain.model.accumulation import LeaseReader
-from mpitrain.model.flat import FlatModel
-from mpitrain.model.peer_replica import PeerReplica
+from mpitrain.model.gradient.accumulation import LeaseReader
 from mpitrain.model.recipe import Recipe, brought_by_loop
+from mpitrain.model.replicas.peer_replica import PeerReplica
+from mpitrain.model.wire.flat import FlatModel
 from mpitrain.roles.peer import Peer, PeerDuties
 from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.roles.protocols import PeerMeasures, Report

@@ -14,8 +14,8 @@ import torch
 
 from mpitrain.checkpoint import Checkpoint, CheckpointWriter
 from mpitrain.errors import CheckpointError
-from mpitrain.model.codec_registry import merge_states
-from mpitrain.model.peer_replica import PeerReplica
+from mpitrain.model.replicas.peer_replica import PeerReplica
+from mpitrain.model.wire.codec_registry import merge_states
 from mpitrain.roles.peer import Peer
 from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.strategies.checkpoint_policy import Cadence, CheckpointPolicy

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.messages import Kind
-from mpitrain.model.buffers import VariableBuffer
-from mpitrain.model.flat import FlatModel
-from mpitrain.model.peer_replica import PeerReplica
+from mpitrain.model.replicas.peer_replica import PeerReplica
+from mpitrain.model.wire.buffers import VariableBuffer
+from mpitrain.model.wire.flat import FlatModel
 from mpitrain.roles.peer import Peer
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.features import MPI, why_not

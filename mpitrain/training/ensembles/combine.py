@@ -15,8 +15,8 @@ from torch import nn
 
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
-from mpitrain.model.loss import read_loss
-from mpitrain.model.user_code import Checked
+from mpitrain.model.gradient.loss import read_loss
+from mpitrain.model.gradient.user_code import Checked
 
 HOWS = ("probabilities", "outputs", "votes")
 TIE_BREAK = 1e-3  # share of the mean probability in what votes give

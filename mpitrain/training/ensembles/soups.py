@@ -18,7 +18,7 @@ from torch import nn
 
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
-from mpitrain.model.user_code import Checked
+from mpitrain.model.gradient.user_code import Checked
 from mpitrain.reporting.targets import Choice
 from mpitrain.training.initial_weights import MOST_NAMES
 from mpitrain.training.validation import LEAST_BATCH

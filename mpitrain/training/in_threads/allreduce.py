@@ -15,7 +15,7 @@ from torch import nn
 
 from mpitrain.effects import Exchange, together
 from mpitrain.job import Job
-from mpitrain.model.optimizer import Rates
+from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.recipe import Recipe
 from mpitrain.threads.ranks import ThreadRanks
 from mpitrain.threads.sums import Sums

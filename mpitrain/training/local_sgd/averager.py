@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.effects import drive
-from mpitrain.model.flat import trainable
 from mpitrain.model.in_place import held_alike
-from mpitrain.model.outer_optimizer import OuterOptimizer
+from mpitrain.model.optimizers.outer_optimizer import OuterOptimizer
+from mpitrain.model.wire.flat import trainable
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.local_sgd.means import Means
 from mpitrain.training.synchronous.collectives import GroupCollectives

@@ -15,8 +15,8 @@ from torch import nn
 
 from mpitrain.checkpoint.tensor_file import Described
 from mpitrain.errors import UsageError
-from mpitrain.model.flat import all_finite
-from mpitrain.model.optimizer import Rates
+from mpitrain.model.optimizers.optimizer import Rates
+from mpitrain.model.wire.flat import all_finite
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training.model_parallel.state_shards import local

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mpitrain.errors import UsageError
-from mpitrain.model.deferred import Deferred, held_by
+from mpitrain.model.building.deferred import Deferred, held_by
 from mpitrain.model.in_place import refuse_renormed
 from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 from mpitrain.strategies.features import MPI, why_not

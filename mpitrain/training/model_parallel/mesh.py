@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from mpitrain.checkpoint.tensor_file import Described, describe
 from mpitrain.errors import UsageError
-from mpitrain.model.loss import BatchLoss, read_loss
-from mpitrain.model.loss_pass import LossPass
+from mpitrain.model.gradient.loss import BatchLoss, read_loss
+from mpitrain.model.gradient.loss_pass import LossPass
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training.model_parallel.base import SplitStepper
 from mpitrain.training.model_parallel.state_shards import local, whole_tensor

@@ -20,12 +20,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from mpitrain.checkpoint.tensor_file import Described, describe
 from mpitrain.data.format.catalogue import OFFSETS
 from mpitrain.errors import UsageError
-from mpitrain.model.compiling import compile_in_place
-from mpitrain.model.deferred import held_by
+from mpitrain.model.building.compiling import compile_in_place
+from mpitrain.model.building.deferred import held_by
+from mpitrain.model.building.pipeline_stages import Stage, keep_only, split_stages
+from mpitrain.model.gradient.precision import autocast_forward
 from mpitrain.model.metrics import Observed
-from mpitrain.model.pipeline_stages import Stage, keep_only, split_stages
-from mpitrain.model.precision import autocast_forward
-from mpitrain.model.step_hooks import check_whole
+from mpitrain.model.optimizers.step_hooks import check_whole
 from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.reporting.targets import LOSS
 from mpitrain.strategies.model_parallel.mesh_layout import Grid

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from mpitrain.model.layer_cuts import units
-from mpitrain.model.loss_pass import LossPass
+from mpitrain.model.building.layer_cuts import units
+from mpitrain.model.gradient.loss_pass import LossPass
 from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.training.measure import build_optimizer, pick_device
 from mpitrain.training.model_parallel.base import compare_parameters, device_mesh, grid_of

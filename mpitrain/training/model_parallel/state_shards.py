@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mpitrain.model.optimizer import Rates
+from mpitrain.model.optimizers.optimizer import Rates
 
 
 def whole_tensor(tensor: Any) -> torch.Tensor:

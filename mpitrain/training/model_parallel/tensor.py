@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from mpitrain.model.layer_cuts import slices
-from mpitrain.model.loss_pass import LossPass
+from mpitrain.model.building.layer_cuts import slices
+from mpitrain.model.gradient.loss_pass import LossPass
 from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training.measure import build_optimizer, pick_device

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from mpitrain.errors import UsageError
-from mpitrain.model.torch_versions import is_muon, muon_iteration, set_muon_iteration
+from mpitrain.model.building.torch_versions import is_muon, muon_iteration, set_muon_iteration
 
 
 def check_muon(optimizer: torch.optim.Optimizer) -> None:

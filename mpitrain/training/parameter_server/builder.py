@@ -27,14 +27,14 @@ from mpitrain.model import (
     server_steps,
     shard_store,
 )
-from mpitrain.model.accumulation import LeaseReader
-from mpitrain.model.buffers import FixedBuffer, VariableBuffer
-from mpitrain.model.hybrid_replica import HybridReplica
-from mpitrain.model.node_sums import NodeSums
+from mpitrain.model.gradient.accumulation import LeaseReader
 from mpitrain.model.recipe import brought_by_loop
-from mpitrain.model.reduced_parameters import ReducedParameters
-from mpitrain.model.tabled_replica import TabledReplica
-from mpitrain.model.worker_replica import Between
+from mpitrain.model.replicas.hybrid_replica import HybridReplica
+from mpitrain.model.replicas.reduced_parameters import ReducedParameters
+from mpitrain.model.replicas.tabled_replica import TabledReplica
+from mpitrain.model.replicas.worker_replica import Between
+from mpitrain.model.wire.buffers import FixedBuffer, VariableBuffer
+from mpitrain.model.wire.node_sums import NodeSums
 from mpitrain.roles import (
     ClippingServer,
     Duties,
@@ -123,7 +123,7 @@ class RoleBuilder:
         return SavingServer(self.strategy, store, self.roles.workers, report, write=write, floor_s=floor_s)
 
     def local(self, optimizer: Optimizer) -> LocalSteps | None:
-        """What a worker does between two reads, as `mpitrain.model.local_steps`."""
+        """What a worker does between two reads, as `mpitrain.model.replicas.local_steps`."""
         return local_steps(self.model, optimizer, self.strategy, self.recipe.update)
 
     def replica(

@@ -18,13 +18,13 @@ from mpitrain.embedding.tables import tables_of
 from mpitrain.errors import UsageError
 from mpitrain.messages import Kind
 from mpitrain.model import LocalSteps, Replica, check_optimizer, flat_model, reshard
-from mpitrain.model.buffers import VariableBuffer
-from mpitrain.model.flat import Layout, make_layout
-from mpitrain.model.hybrid_replica import HybridReplica
-from mpitrain.model.node_sums import ByteBuffers
-from mpitrain.model.step_hooks import StepHooks
-from mpitrain.model.tabled_shard import TabledStore
-from mpitrain.model.trained_buffers import trained_buffers
+from mpitrain.model.gradient.trained_buffers import trained_buffers
+from mpitrain.model.optimizers.step_hooks import StepHooks
+from mpitrain.model.replicas.hybrid_replica import HybridReplica
+from mpitrain.model.shards.tabled_shard import TabledStore
+from mpitrain.model.wire.buffers import VariableBuffer
+from mpitrain.model.wire.flat import Layout, make_layout
+from mpitrain.model.wire.node_sums import ByteBuffers
 from mpitrain.roles import Duties, Server, Worker
 from mpitrain.roles.replay import record, recording
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE

@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from mpitrain.codecs import Encoder, Field, Layout, Part, add_message
 from mpitrain.codecs.base import Codec
 from mpitrain.errors import UsageError
-from mpitrain.model.codec_registry import make_encoder, merge_states
-from mpitrain.model.loss_pass import passed
+from mpitrain.model.gradient.loss_pass import passed
 from mpitrain.model.recipe import GradientRule
+from mpitrain.model.wire.codec_registry import make_encoder, merge_states
 from mpitrain.system import trace
 
 # torch 2.13 renamed it and warns at the old name

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.codecs.base import Codec
 from mpitrain.errors import UsageError
-from mpitrain.model.loss import BatchLoss, read_loss
-from mpitrain.model.loss_pass import LossPass
+from mpitrain.model.gradient.loss import BatchLoss, read_loss
+from mpitrain.model.gradient.loss_pass import LossPass
+from mpitrain.model.gradient.user_code import unused_parameters
 from mpitrain.model.recipe import GradientRule
-from mpitrain.model.user_code import unused_parameters
 from mpitrain.strategies.features import UNUSED_IN_PARTS
 from mpitrain.training.synchronous.codec_hooks import CodecHook, attach_codec, reattach
 from mpitrain.training.watchdog.emergency import KeptBuffers

@@ -19,11 +19,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
-from mpitrain.model.flat import all_finite
-from mpitrain.model.loss_pass import naming_itself
-from mpitrain.model.optimizer import Rates
-from mpitrain.model.several_optimizers import SeveralOptimizers
-from mpitrain.model.sparse_gradients import numbers_of_gradients, sparse_parameters
+from mpitrain.model.gradient.loss_pass import naming_itself
+from mpitrain.model.gradient.sparse_gradients import numbers_of_gradients, sparse_parameters
+from mpitrain.model.optimizers.optimizer import Rates
+from mpitrain.model.optimizers.several_optimizers import SeveralOptimizers
+from mpitrain.model.wire.flat import all_finite
 from mpitrain.system import trace
 from mpitrain.training.synchronous.ddp import ParallelModule
 from mpitrain.training.synchronous.stepper import Parts, Stepper

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mpitrain.model.codec_registry import check_optimizer
-from mpitrain.model.optimizer import Rates
+from mpitrain.model.optimizers.optimizer import Rates
+from mpitrain.model.wire.codec_registry import check_optimizer
 from mpitrain.training.fault_tolerance import survives
 from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import pick_device, share_module

@@ -28,16 +28,16 @@ from torch import nn
 
 from mpitrain.effects import Exchange
 from mpitrain.job import Job
-from mpitrain.model.accumulation import MeanLoss, scale_gradients
-from mpitrain.model.ema import Averaged
-from mpitrain.model.flat import all_finite, trainable
+from mpitrain.model.gradient.accumulation import MeanLoss, scale_gradients
+from mpitrain.model.gradient.loss import BatchLoss, read_loss
+from mpitrain.model.gradient.precision import backward_scaled
+from mpitrain.model.gradient.sparse_gradients import explained_tables, numbers_of_gradients
+from mpitrain.model.gradient.sync_batchnorm import count_batch
 from mpitrain.model.in_place import InPlaceGuard
-from mpitrain.model.loss import BatchLoss, read_loss
-from mpitrain.model.optimizer import Rates
-from mpitrain.model.precision import backward_scaled
+from mpitrain.model.optimizers.ema import Averaged
+from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.recipe import Recipe
-from mpitrain.model.sparse_gradients import explained_tables, numbers_of_gradients
-from mpitrain.model.sync_batchnorm import count_batch
+from mpitrain.model.wire.flat import all_finite, trainable
 from mpitrain.system import trace
 from mpitrain.training.synchronous.ddp import ParallelModule, weight_among_all
 

@@ -19,9 +19,9 @@ from torch import nn
 
 from mpitrain.effects import Exchange, together
 from mpitrain.messages import Kind, Lease
-from mpitrain.model.accumulation import LeaseReader, read_alike
+from mpitrain.model.gradient.accumulation import LeaseReader, read_alike
 from mpitrain.model.in_place import held_alike
-from mpitrain.model.optimizer import Rates
+from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.roles.step_worker import StepReplica, StepWorker
 from mpitrain.strategies.sampling.step_partition import StepCourse, StepPartition, StepTurn
 from mpitrain.system import trace

@@ -8,7 +8,7 @@ from torch import nn
 
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
-from mpitrain.model.sparse_gradients import left_out_error, sparse_layers
+from mpitrain.model.gradient.sparse_gradients import left_out_error, sparse_layers
 from mpitrain.strategies.features import UNUSED_IN_PARTS
 
 

@@ -9,9 +9,9 @@ from torch import nn
 import mpitrain as mt
 from benchmarks.common import never_destroyed
 from mpitrain.codecs import Part, write_message
-from mpitrain.model.clipping import Clipping
-from mpitrain.model.codec_registry import make_encoder, make_layout_of
+from mpitrain.model.gradient.clipping import Clipping
 from mpitrain.model.recipe import GradientRule
+from mpitrain.model.wire.codec_registry import make_encoder, make_layout_of
 from mpitrain.training.synchronous.codec_hooks import attach_codec
 from mpitrain.training.synchronous.ddp import data_parallel
 from tests.mpi.cases import run_cases, starts

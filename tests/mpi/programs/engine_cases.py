@@ -11,7 +11,7 @@ import torch
 
 from mpitrain.effects import Break, Now, Recv, Send
 from mpitrain.messages import Join, Push, Reply, payload_of
-from mpitrain.model.buffers import FixedBuffer
+from mpitrain.model.wire.buffers import FixedBuffer
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.collective_queue import CollectiveQueue
 from mpitrain.mpi.engine.engine import Engine

@@ -8,7 +8,7 @@ import torch
 
 from mpitrain.effects import Now, Recv, Send, Sleep
 from mpitrain.messages import Join, Push
-from mpitrain.model.buffers import FixedBuffer
+from mpitrain.model.wire.buffers import FixedBuffer
 from mpitrain.mpi.runtime import start
 from mpitrain.mpi.world import MpiWorld
 

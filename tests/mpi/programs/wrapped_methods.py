@@ -9,7 +9,7 @@ import torch
 
 import mpitrain as mt
 from mpitrain.errors import ReplicasPartedError, UsageError
-from mpitrain.model.loss_pass import name_itself
+from mpitrain.model.gradient.loss_pass import name_itself
 from mpitrain.mpi.process_group.process_group import leave_default_group
 from mpitrain.values import parse
 from mpitrain.wrapping import loop

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from mpitrain.errors import UsageError
-from mpitrain.model.accumulation import scale_gradients
-from mpitrain.model.flat import all_finite
+from mpitrain.model.gradient.accumulation import scale_gradients
+from mpitrain.model.wire.flat import all_finite
 
 T = TypeVar("T")
 START, LARGEST, STEPS_TO_GROW = 2.0**16, 2.0**24, 2000  # as torch's GradScaler

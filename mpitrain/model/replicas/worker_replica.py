@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpitrain.model.accumulation import LeaseReader
-from mpitrain.model.buffers import FixedBuffer, VariableBuffer
-from mpitrain.model.flat import FlatModel, all_finite
-from mpitrain.model.local_steps import LocalSteps
-from mpitrain.model.push_codec import PushCoder
+from mpitrain.model.gradient.accumulation import LeaseReader
+from mpitrain.model.optimizers.server_steps import ServerSteps
 from mpitrain.model.recipe import GradientRule
-from mpitrain.model.reply_codec import ReplyReader
-from mpitrain.model.server_steps import ServerSteps
+from mpitrain.model.replicas.local_steps import LocalSteps
+from mpitrain.model.wire.buffers import FixedBuffer, VariableBuffer
+from mpitrain.model.wire.flat import FlatModel, all_finite
+from mpitrain.model.wire.push_codec import PushCoder
+from mpitrain.model.wire.reply_codec import ReplyReader
 
 
 class Gradient(NamedTuple):

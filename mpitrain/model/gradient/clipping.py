@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mpitrain.model.flat import all_finite
+from mpitrain.model.wire.flat import all_finite
 
 _EPSILON = 1e-6  # torch's
 

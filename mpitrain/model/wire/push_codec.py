@@ -20,9 +20,9 @@ import torch
 from mpitrain.codecs import Encoder, Field, Part, add_message
 from mpitrain.codecs import Layout as Fields
 from mpitrain.codecs.base import Codec
-from mpitrain.model.buffers import FixedBuffer, VariableBuffer
-from mpitrain.model.codec_registry import make_encoder, make_layout_of, merge_states
-from mpitrain.model.flat import Layout
+from mpitrain.model.wire.buffers import FixedBuffer, VariableBuffer
+from mpitrain.model.wire.codec_registry import make_encoder, make_layout_of, merge_states
+from mpitrain.model.wire.flat import Layout
 from mpitrain.system import trace
 
 _PIECE = re.compile(r"(.*)\[(\d+):(\d+)\]")

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from mpitrain.embedding.lookups import Lookups
 from mpitrain.embedding.tables import check_tables, tables_of
 from mpitrain.errors import UsageError
-from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
 from mpitrain.model.in_place import InPlaceGuard
+from mpitrain.model.wire.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
 
 WIRE_DTYPES = (torch.float32, torch.float64)
 

@@ -22,14 +22,14 @@ from torch.optim import Optimizer
 
 from mpitrain.embedding.shard import TableShard
 from mpitrain.messages import NOT_SENT
-from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
-from mpitrain.model.flat import Layout
-from mpitrain.model.group_options import FollowedOptions
-from mpitrain.model.optimizer import Rates, check_elementwise, coupled_decays, rebuild, scaled
-from mpitrain.model.push_codec import PushDecoder
+from mpitrain.model.optimizers.group_options import FollowedOptions
+from mpitrain.model.optimizers.optimizer import Rates, check_elementwise, coupled_decays, rebuild, scaled
+from mpitrain.model.optimizers.step_hooks import without_global_hooks
 from mpitrain.model.recipe import UpdateRule
-from mpitrain.model.reply_codec import ReplyCoder
-from mpitrain.model.step_hooks import without_global_hooks
+from mpitrain.model.wire.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
+from mpitrain.model.wire.flat import Layout
+from mpitrain.model.wire.push_codec import PushDecoder
+from mpitrain.model.wire.reply_codec import ReplyCoder
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.parameter_server.asynchronous import Async
 from mpitrain.strategies.schedules import Pace

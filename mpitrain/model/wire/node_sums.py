@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mpitrain.model.buffers import PAD_BYTES, BufferPool, FixedBuffer, VariableBuffer
+from mpitrain.model.wire.buffers import PAD_BYTES, BufferPool, FixedBuffer, VariableBuffer
 
 
 class NodeSums:

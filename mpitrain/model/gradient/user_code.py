@@ -16,10 +16,10 @@ from torch import nn
 
 from mpitrain.data.read.ragged import num_samples_in
 from mpitrain.errors import UsageError
-from mpitrain.model.compiling import unwrap_compiled
-from mpitrain.model.loss import read_loss
-from mpitrain.model.loss_pass import naming_itself
-from mpitrain.model.precision import autocast
+from mpitrain.model.building.compiling import unwrap_compiled
+from mpitrain.model.gradient.loss import read_loss
+from mpitrain.model.gradient.loss_pass import naming_itself
+from mpitrain.model.gradient.precision import autocast
 
 BatchFunction = Callable[[Any, dict[str, torch.Tensor]], Any]
 

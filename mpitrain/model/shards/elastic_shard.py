@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from mpitrain.model.buffers import BufferPool, FixedBuffer, wire_dtype
-from mpitrain.model.flat import Layout
 from mpitrain.model.recipe import UpdateRule
+from mpitrain.model.wire.buffers import BufferPool, FixedBuffer, wire_dtype
+from mpitrain.model.wire.flat import Layout
 from mpitrain.strategies.parameter_server.elastic import Elastic
 from mpitrain.strategies.schedules import Pace
 

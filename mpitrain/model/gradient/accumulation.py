@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mpitrain.messages import Lease
-from mpitrain.model.loss import BatchLoss
+from mpitrain.model.gradient.loss import BatchLoss
 from mpitrain.strategies.sampling.dealer import share_out
 from mpitrain.system import trace
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from mpitrain.model.group_options import ChangedOptions
-from mpitrain.model.optimizer import Rates
-from mpitrain.model.step_hooks import StepHooks
+from mpitrain.model.optimizers.group_options import ChangedOptions
+from mpitrain.model.optimizers.optimizer import Rates
+from mpitrain.model.optimizers.step_hooks import StepHooks
 
 
 class ServerSteps:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from mpitrain.effects import Exchange
-from mpitrain.model.flat import all_finite
-from mpitrain.model.reduced_parameters import ReducedParameters
-from mpitrain.model.tabled_replica import TabledReplica
-from mpitrain.model.worker_replica import Gradient
+from mpitrain.model.replicas.reduced_parameters import ReducedParameters
+from mpitrain.model.replicas.tabled_replica import TabledReplica
+from mpitrain.model.replicas.worker_replica import Gradient
+from mpitrain.model.wire.flat import all_finite
 
 
 class HybridReplica(TabledReplica):

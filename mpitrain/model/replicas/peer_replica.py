@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from mpitrain.codecs import Encoder, Part, add_message
 from mpitrain.errors import UsageError
 from mpitrain.messages import Lease
-from mpitrain.model.accumulation import LeaseReader
-from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer
-from mpitrain.model.codec_registry import check_optimizer, make_encoder, make_layout_of
-from mpitrain.model.flat import FlatModel, all_finite
-from mpitrain.model.optimizer import Rates
+from mpitrain.model.gradient.accumulation import LeaseReader
+from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.recipe import Recipe
-from mpitrain.model.worker_replica import Gradient
+from mpitrain.model.replicas.worker_replica import Gradient
+from mpitrain.model.wire.buffers import BufferPool, FixedBuffer, VariableBuffer
+from mpitrain.model.wire.codec_registry import check_optimizer, make_encoder, make_layout_of
+from mpitrain.model.wire.flat import FlatModel, all_finite
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.system import trace

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from mpitrain.errors import UsageError
-from mpitrain.model.activation_checkpointing import layers
+from mpitrain.model.building.activation_checkpointing import layers
 from mpitrain.system.outside import choose_names
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from mpitrain.model.flat import Layout
-from mpitrain.model.tabled_shard import joined_tables
+from mpitrain.model.shards.tabled_shard import joined_tables
+from mpitrain.model.wire.flat import Layout
 
 
 def reshard(

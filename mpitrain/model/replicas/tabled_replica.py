@@ -15,10 +15,10 @@ from mpitrain.embedding.lookups import HeldRows, Ids, Lookups, RowsMissing, unio
 from mpitrain.embedding.sections import Section, What, join, split
 from mpitrain.errors import UsageError
 from mpitrain.messages import Lease, Payload
-from mpitrain.model.accumulation import LeaseReader, Part
-from mpitrain.model.buffers import FixedBuffer, VariableBuffer, wire_dtype
-from mpitrain.model.flat import all_finite
-from mpitrain.model.worker_replica import Gradient, Replica
+from mpitrain.model.gradient.accumulation import LeaseReader, Part
+from mpitrain.model.replicas.worker_replica import Gradient, Replica
+from mpitrain.model.wire.buffers import FixedBuffer, VariableBuffer, wire_dtype
+from mpitrain.model.wire.flat import all_finite
 
 MOST_TRIES = 16  # passes over one batch that each want other rows than the one before
 CHUNK_ROWS = 1 << 16  # of the final model, in one question

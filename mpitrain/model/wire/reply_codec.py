@@ -16,10 +16,10 @@ import torch
 
 from mpitrain.codecs import Encoder, Part, add_message
 from mpitrain.codecs.base import Codec
-from mpitrain.model.buffers import FixedBuffer, VariableBuffer
-from mpitrain.model.codec_registry import make_encoder
-from mpitrain.model.flat import Layout
-from mpitrain.model.push_codec import fields_of
+from mpitrain.model.wire.buffers import FixedBuffer, VariableBuffer
+from mpitrain.model.wire.codec_registry import make_encoder
+from mpitrain.model.wire.flat import Layout
+from mpitrain.model.wire.push_codec import fields_of
 from mpitrain.system import trace
 
 

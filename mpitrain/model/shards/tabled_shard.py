@@ -17,8 +17,8 @@ import torch
 from mpitrain.embedding.sections import Section, What, join, split
 from mpitrain.embedding.shard import TableShard, joined_states
 from mpitrain.errors import WireError
-from mpitrain.model.buffers import FixedBuffer, VariableBuffer
-from mpitrain.model.server_shard import ShardStore
+from mpitrain.model.shards.server_shard import ShardStore
+from mpitrain.model.wire.buffers import FixedBuffer, VariableBuffer
 
 
 class TabledPush:

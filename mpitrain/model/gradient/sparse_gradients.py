@@ -21,8 +21,8 @@ from torch import nn
 
 from mpitrain.embedding.tables import served_layers
 from mpitrain.errors import UsageError
-from mpitrain.model.compiling import unwrap_compiled
-from mpitrain.model.user_code import unused_parameters
+from mpitrain.model.building.compiling import unwrap_compiled
+from mpitrain.model.gradient.user_code import unused_parameters
 
 _KNOWN = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
 _WAY_OUT = "leave sparse=True out, or use SGD without momentum, Adagrad or SparseAdam"

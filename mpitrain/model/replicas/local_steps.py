@@ -19,11 +19,11 @@ from typing import Any
 from torch.optim import SGD, Optimizer
 
 from mpitrain.errors import UsageError
-from mpitrain.model.buffers import BufferPool, FixedBuffer
-from mpitrain.model.flat import FlatModel, all_finite
-from mpitrain.model.optimizer import Rates
+from mpitrain.model.optimizers.optimizer import Rates
+from mpitrain.model.optimizers.step_hooks import without_global_hooks
 from mpitrain.model.recipe import UpdateRule
-from mpitrain.model.step_hooks import without_global_hooks
+from mpitrain.model.wire.buffers import BufferPool, FixedBuffer
+from mpitrain.model.wire.flat import FlatModel, all_finite
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.schedules import Pace
 from mpitrain.system import trace

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from mpitrain.model.optimizer import Rates
+from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.recipe import UpdateRule
 from mpitrain.system import trace
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from mpitrain.errors import UsageError
-from mpitrain.model.optimizer import Rates
+from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.strategies.ticks import Ticks
 
 ALSO_CHANGED = ("momentum", "betas")  # by OneCycleLR and CyclicLR

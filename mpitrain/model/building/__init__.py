@@ -1,0 +1,1 @@
+"""How a module is made: without its large tensors, cut into stages, compiled."""

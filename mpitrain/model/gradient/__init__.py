@@ -1,0 +1,1 @@
+"""From a batch to a gradient: the loss, its precision, batches that are added up, clipping."""

@@ -1,0 +1,1 @@
+"""Optimizers and their options, rates, state, and what comes around a step."""

@@ -1,0 +1,1 @@
+"""What workers and peers hold of a model."""

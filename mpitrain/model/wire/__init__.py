@@ -1,0 +1,1 @@
+"""The model as a flat vector, and what of it travels: buffers, codecs of pushes and replies."""
