@@ -49,7 +49,7 @@ from chaos_relaunch import run_server, run_signal, run_writing
 from common import make_parser, write_row
 
 from mpitrain.checkpoint.parts import folder_of, newest, read_part, write_part
-from mpitrain.system.run_directory import Identity
+from mpitrain.system.files.run_directory import Identity
 
 OURS = Identity("chaos", "files")
 BATCH_SIZE = 16  # the digits job's

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.system.launch_variables import launched_rank
+from mpitrain.system.launched.launch_variables import launched_rank
 
 HERE = Path(__file__).parent
 DEADLINE_S = 420

@@ -32,7 +32,7 @@ from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.json_collectives import to_bytes
 from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.strategies.sampling.step_partition import StepPartition
-from mpitrain.system.agreement_texts import digest_words
+from mpitrain.system.launched.agreement_texts import digest_words
 from mpitrain.training.session import without_rows
 
 JOB = HERE.parent / "jobs" / "digits.py"

@@ -25,7 +25,7 @@ import mpitrain as mt
 from mpitrain.checkpoint import CheckpointWriter
 from mpitrain.checkpoint.parts import listed, verify
 from mpitrain.errors import CheckpointError
-from mpitrain.system.launch_variables import launched_rank
+from mpitrain.system.launched.launch_variables import launched_rank
 
 NUM_SAMPLES, EPOCHS, BATCH_SIZE, RATE = 512, 4, 8, 2.0**-10
 NUM_WEIGHTS = 1_000_000  # what a checkpoint holds besides: enough for its writing to take a while

@@ -29,7 +29,7 @@ from chaos_launch import HERE
 from common import make_parser, table, write_row
 
 from mpitrain.checkpoint.parts import newest
-from mpitrain.system import rank_status
+from mpitrain.system.launched import rank_status
 
 PAGE = HERE.parent / "docs" / "fault-tolerance.md"
 RECEIVERS = ("launch", "mpirun", "rank")

@@ -51,7 +51,7 @@ from mpitrain.strategies.sampling.dealer import share_out
 from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import Meter, build, num_warmup
 from mpitrain.training.synchronous.injected_delay import InjectedDelay
-from mpitrain.training.validation import make_measure
+from mpitrain.training.validations.validation import make_measure
 from mpitrain.values import parse
 
 WORKERS, SLOW_WORKER, FACTOR = 4, 2, 5

@@ -34,9 +34,9 @@ _home = {
     "PackOptions": "mpitrain.data.write.plan",
     "pack": "mpitrain.data.write.pack",
     "load": "mpitrain.training.trained_model",
-    "predict": "mpitrain.training.predict",
+    "predict": "mpitrain.training.trained.predict",
     "ensemble": "mpitrain.training.ensembles.ensemble",
-    "export": "mpitrain.training.export",
+    "export": "mpitrain.training.trained.export",
     "simulate": "mpitrain.simulation.call",
     "train": "mpitrain.training",
     "exclusive_mpi": "mpitrain.mpi.runtime",
@@ -51,7 +51,7 @@ _home = {
 register_backend_lazily()  # `import mpitrain` is all that init_process_group("mpi4py") needs
 # `rank_status.VARIABLE`: the first thing of a rank that its launch hears of
 if "MPITRAIN_LAUNCH_DIR" in os.environ:
-    importlib.import_module("mpitrain.system.rank_status").begin()
+    importlib.import_module("mpitrain.system.launched.rank_status").begin()
 
 
 def __getattr__(name: str) -> Any:

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import mpitrain as mt
+from mpitrain.cli.common.parser import Parser
 from mpitrain.cli.main import build_parser
-from mpitrain.cli.parser import Parser
 from mpitrain.errors import UsageError
 from mpitrain.job import Job, Overrides
 from mpitrain.job.asked import check

@@ -19,8 +19,9 @@ from typing import Any
 from mpitrain.checkpoint.parts import corrupt_part, folder_of, prune, write_part
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
-from mpitrain.system import background, time_limit
-from mpitrain.system.run_directory import MAX_RECORD_BYTES, Identity
+from mpitrain.system import background
+from mpitrain.system.files.run_directory import MAX_RECORD_BYTES, Identity
+from mpitrain.system.launched import time_limit
 
 MAX_FAILURES = 3
 

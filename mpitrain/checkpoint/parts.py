@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 
 from mpitrain import __version__
 from mpitrain.errors import CheckpointError, UsageError
-from mpitrain.system.atomic import all_durably_replaced
-from mpitrain.system.folders import make_private
-from mpitrain.system.part_places import found_at, place_of
-from mpitrain.system.run_directory import (
+from mpitrain.system.files.atomic import all_durably_replaced
+from mpitrain.system.files.folders import make_private
+from mpitrain.system.files.part_places import found_at, place_of
+from mpitrain.system.files.run_directory import (
     CHECKPOINTS,
     FIRST_PART,
     MAX_RECORD_BYTES,

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpitrain.cli.train import add_options, overrides
 from mpitrain.errors import UsageError
-from mpitrain.system.launch_variables import why_no_launching
+from mpitrain.system.launched.launch_variables import why_no_launching
 from mpitrain.system.number_texts import positive, positives
 
 _DESCRIPTION = """\

@@ -64,7 +64,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
     from mpitrain.reporting.report import write_json
     from mpitrain.reporting.run_differences import compare, read_tolerances
-    from mpitrain.system.atomic import check_output
+    from mpitrain.system.files.atomic import check_output
 
     check_output(arguments.json, "--json")
     across = [name.strip() for name in arguments.across.split(",") if name.strip()]

@@ -6,9 +6,9 @@ import argparse
 import math
 from typing import Any
 
-from mpitrain.cli.ranks import with_ranks
+from mpitrain.cli.common.ranks import with_ranks
 from mpitrain.errors import EXIT_OK
-from mpitrain.system.launch_variables import launched_rank
+from mpitrain.system.launched.launch_variables import launched_rank
 from mpitrain.system.number_texts import fraction, natural, number, positive
 from mpitrain.system.saying import say
 
@@ -240,7 +240,7 @@ def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
     from mpitrain.data.write.pack import PackOptions, pack
     from mpitrain.data.write.progress import Pace
     from mpitrain.reporting.console import Console
-    from mpitrain.system.outside import at_home
+    from mpitrain.system.files.outside import at_home
 
     console = Console(sys.stderr, quiet=ranks.rank != 0)
     try:
@@ -296,7 +296,7 @@ def run_stage(arguments: argparse.Namespace) -> int:
     """Copy; prints where the shards are now. srun starts one on each node, so every caller copies."""
     from mpitrain.data.read.stage import stage
     from mpitrain.data.read.stage_users import KEPT
-    from mpitrain.system.outside import at_home, expanded
+    from mpitrain.system.files.outside import at_home, expanded
 
     source, dest = at_home(arguments.source), expanded(arguments.dest)
     target, copied = stage(source, dest, arguments.allow_external, arguments.user or KEPT)
@@ -307,7 +307,7 @@ def run_stage(arguments: argparse.Namespace) -> int:
 def run_unstage(arguments: argparse.Namespace) -> int:
     """Remove; prints what became of the copy."""
     from mpitrain.data.read.stage import unstage
-    from mpitrain.system.outside import at_home, expanded
+    from mpitrain.system.files.outside import at_home, expanded
 
     target, users = unstage(at_home(arguments.source), expanded(arguments.dest), arguments.user)
     say(f"{target}: " + (f"still used by {', '.join(users)}" if users else "removed"))
@@ -326,7 +326,7 @@ def _check(arguments: argparse.Namespace, ranks: Any) -> int:
     from mpitrain.data.write.progress import Pace
     from mpitrain.errors import DataError
     from mpitrain.reporting.console import Console
-    from mpitrain.system.outside import Trust
+    from mpitrain.system.files.outside import Trust
 
     console = Console(sys.stderr, quiet=ranks.rank != 0)
     pace = Pace(console, "checking", "shards")
@@ -349,7 +349,7 @@ def run_info(arguments: argparse.Namespace) -> int:
     if launched_rank() != 0:
         return EXIT_OK
     from mpitrain.data.tools.info import info
-    from mpitrain.system.outside import Trust
+    from mpitrain.system.files.outside import Trust
 
     for line in info(arguments.pattern, Trust(arguments.allow_external, arguments.max_gib)):
         say(line)

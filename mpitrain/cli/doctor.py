@@ -161,7 +161,7 @@ def _print_checks(name: str, checks: Sequence[Check]) -> int:
 def _run_ranks(arguments: argparse.Namespace) -> int:
     """The checks that every rank takes part in."""
     from mpitrain.mpi.runtime import start
-    from mpitrain.system.atomic import check_output
+    from mpitrain.system.files.atomic import check_output
     from mpitrain.training.agree import attempt
 
     def check() -> None:
@@ -194,7 +194,7 @@ def _run_node(arguments: argparse.Namespace) -> int:
     from mpitrain.doctor.checks import Wanted
     from mpitrain.doctor.node import examine
     from mpitrain.doctor.reports import node_kind, write_report
-    from mpitrain.system.launch_variables import node_name
+    from mpitrain.system.launched.launch_variables import node_name
 
     if arguments.report:
         _make_folder(Path(arguments.report))
@@ -231,7 +231,7 @@ def _make_folder(folder: Path) -> None:
 
 def _run_collect(arguments: argparse.Namespace) -> int:
     from mpitrain.doctor.reports import collect, summary
-    from mpitrain.system.atomic import check_output
+    from mpitrain.system.files.atomic import check_output
 
     check_output(arguments.failing, "--failing")
     if not arguments.hosts:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.ranks import with_ranks
+from mpitrain.cli.common.ranks import with_ranks
 from mpitrain.errors import EXIT_OK
 from mpitrain.system.number_texts import natural, positive
 from mpitrain.system.saying import say
@@ -126,7 +126,7 @@ def _ensemble(arguments: argparse.Namespace, ranks: Any) -> int:
 
     from mpitrain.reporting.console import Console
     from mpitrain.reporting.report import write_json
-    from mpitrain.system.atomic import check_output
+    from mpitrain.system.files.atomic import check_output
     from mpitrain.training.agree import attempt
     from mpitrain.training.ensembles.ensemble import EnsembleOptions, ensemble
 

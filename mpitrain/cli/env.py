@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from mpitrain.errors import EXIT_OK
-from mpitrain.system.launch_variables import is_rank, launched_rank
+from mpitrain.system.launched.launch_variables import is_rank, launched_rank
 from mpitrain.system.saying import say
 
 _DESCRIPTION = """\

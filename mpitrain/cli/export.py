@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
 def run_export(arguments: argparse.Namespace) -> int:
     """Export, and print what it is like."""
     from mpitrain.system.sizes import size_text
-    from mpitrain.training.export import export
+    from mpitrain.training.trained.export import export
 
     done = export(
         arguments.run_dir,

@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.parser import did_you_mean
+from mpitrain.cli.common.parser import did_you_mean
 from mpitrain.errors import EXIT_OK, UsageError
-from mpitrain.system.launch_variables import launched_size, usable_cores, why_no_launching
+from mpitrain.system.files.run_directory import is_same_start, new_attempt_id
+from mpitrain.system.files.run_lock import LAUNCH_LOCK_FILE, RunLock
+from mpitrain.system.launched.launch_variables import launched_size, usable_cores, why_no_launching
 from mpitrain.system.number_texts import natural, positive, rate
-from mpitrain.system.run_directory import is_same_start, new_attempt_id
-from mpitrain.system.run_lock import LAUNCH_LOCK_FILE, RunLock
 from mpitrain.system.saying import say, tell
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class _Launch:
         from mpitrain.launch.command import completed, has_result, result_mark
         from mpitrain.launch.supervision import Supervisor, reported_by_ranks
         from mpitrain.launch.watch import Watch
-        from mpitrain.system import rank_status
+        from mpitrain.system.launched import rank_status
 
         arguments, run_dir = self.arguments, self.run_dir
         before = result_mark(run_dir) if run_dir else None
@@ -253,7 +253,7 @@ class _Launch:
     def _command(self, folder: Path | None) -> tuple[list[str], dict[str, str]]:
         """The command line and what it needs in its environment."""
         from mpitrain.launch.command import Asked, launch_command
-        from mpitrain.system import rank_status
+        from mpitrain.system.launched import rank_status
 
         extra = {"MPITRAIN_RUN_DIR": str(self.run_dir)} if self.run_dir else {}
         extra |= {rank_status.VARIABLE: str(folder)} if folder else {}

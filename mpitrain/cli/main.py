@@ -33,8 +33,8 @@ from mpitrain.cli import (
     sweep,
     train,
 )
-from mpitrain.cli.config import words_of
-from mpitrain.cli.parser import Parser
+from mpitrain.cli.common.config import words_of
+from mpitrain.cli.common.parser import Parser
 from mpitrain.errors import (
     EXIT_ERROR,
     EXIT_INTERRUPTED,
@@ -45,10 +45,11 @@ from mpitrain.errors import (
     UsageError,
     printable,
 )
-from mpitrain.system import rank_status, stacks
-from mpitrain.system.end_requests import hold_back
+from mpitrain.system import stacks
 from mpitrain.system.home import give_home
-from mpitrain.system.launch_variables import is_rank, launched_rank
+from mpitrain.system.launched import rank_status
+from mpitrain.system.launched.end_requests import hold_back
+from mpitrain.system.launched.launch_variables import is_rank, launched_rank
 from mpitrain.system.saying import flush, lost, prepare_streams, tell
 
 _DESCRIPTION = """\

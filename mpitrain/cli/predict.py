@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mpitrain.cli.ranks import with_ranks
+from mpitrain.cli.common.ranks import with_ranks
 from mpitrain.errors import EXIT_OK
 from mpitrain.system.number_texts import positive
 from mpitrain.system.saying import say
@@ -59,7 +59,7 @@ def _predict(arguments: argparse.Namespace, ranks: Any) -> int:
 
     from mpitrain.data.write.progress import Pace
     from mpitrain.reporting.console import Console
-    from mpitrain.training.predict import predict
+    from mpitrain.training.trained.predict import predict
 
     console = Console(sys.stderr, quiet=ranks.rank != 0)
     try:

@@ -74,7 +74,7 @@ def add_parser(commands: Any) -> None:
 def run_table(arguments: argparse.Namespace) -> int:
     """Print or write the table."""
     from mpitrain.search.table import as_csv, as_html, as_text, read_table
-    from mpitrain.system.atomic import check_output, write_whole
+    from mpitrain.system.files.atomic import check_output, write_whole
 
     to_stdout = arguments.csv == "-"
     check_output(None if to_stdout else arguments.csv, "--csv")
@@ -95,7 +95,7 @@ def run_best(arguments: argparse.Namespace) -> int:
     """Print the directory, or those of all runs of the best setting; how good that is goes to stderr."""
 
     from mpitrain.search.table import read_table
-    from mpitrain.training.held_out import held_out_lines
+    from mpitrain.training.ensembles.held_out import held_out_lines
 
     found = read_table(arguments.folders, arguments.metric)
     best = found.best()

@@ -10,11 +10,11 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.ranks import on_ranks
+from mpitrain.cli.common.ranks import on_ranks
 from mpitrain.cli.slurm import script_setting
 from mpitrain.cli.train import add_job_options, add_options, overrides
 from mpitrain.errors import UsageError
-from mpitrain.system.launch_variables import is_rank, launched_task
+from mpitrain.system.launched.launch_variables import is_rank, launched_task
 from mpitrain.system.number_texts import natural, positive
 
 if TYPE_CHECKING:

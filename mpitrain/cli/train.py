@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.job.option import OF_JOB, OUTPUT, WAYS, add_option, declared, given
 from mpitrain.job.overrides import Overrides
-from mpitrain.system.launch_variables import launched_nodes, launched_rank, launched_size
+from mpitrain.system.launched.launch_variables import launched_nodes, launched_rank, launched_size
 from mpitrain.system.number_texts import natural, positive
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from mpitrain.data.format.catalogue import OFFSETS, ArraySpec, Catalogue
 from mpitrain.data.format.columns import Array, Columns, Ragged
 from mpitrain.data.sources.base import Source as PackSource
 from mpitrain.errors import DataError
-from mpitrain.system.outside import Trust
+from mpitrain.system.files.outside import Trust
 
 if TYPE_CHECKING:
     from mpitrain.data.datasets.samples import Samples

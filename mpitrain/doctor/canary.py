@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED
-from mpitrain.system.launch_variables import node_name
+from mpitrain.system.launched.launch_variables import node_name
 from mpitrain.system.saying import say
 
 if TYPE_CHECKING:

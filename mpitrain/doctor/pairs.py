@@ -18,8 +18,8 @@ from mpitrain.doctor.judge import ALL_PAIRS, SAMPLED_ROUNDS, SLOW, Link, disjoin
 from mpitrain.doctor.judge import Verdict as Links
 from mpitrain.doctor.listening import listening
 from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED
-from mpitrain.system.atomic import write_whole
-from mpitrain.system.launch_variables import node_name
+from mpitrain.system.files.atomic import write_whole
+from mpitrain.system.launched.launch_variables import node_name
 from mpitrain.system.saying import say
 
 if TYPE_CHECKING:

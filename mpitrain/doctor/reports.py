@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from mpitrain.doctor.checks import Check
 from mpitrain.doctor.judge import SLOW, common_faults, slow_nodes
-from mpitrain.system.atomic import write_whole
-from mpitrain.system.launch_variables import batch_system
+from mpitrain.system.files.atomic import write_whole
+from mpitrain.system.launched.launch_variables import batch_system
 
 SILENT = "did not report"
 # Faults that a site's environment, file systems and limits make as well as a node.

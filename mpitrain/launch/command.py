@@ -25,10 +25,10 @@ from mpitrain.errors import (
 )  # fmt: skip
 from mpitrain.launch.discover import Launcher, own_python
 from mpitrain.launch.supervision import Outcome, Requests
-from mpitrain.system.launch_variables import allocated_hosts, launched_nodes
-from mpitrain.system.run_directory import is_same_start, progress, read_json, why_no_room
+from mpitrain.system.files.run_directory import is_same_start, progress, read_json, why_no_room
+from mpitrain.system.launched.launch_variables import allocated_hosts, launched_nodes
+from mpitrain.system.launched.transports import closed, over
 from mpitrain.system.saying import tell
-from mpitrain.system.transports import closed, over
 
 # Any of these among the launcher's own arguments means that ranks may run on other hosts.
 _HOST_OPTIONS = (

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpitrain.errors import UsageError
-from mpitrain.system.launch_variables import batch_system, in_slurm_step
+from mpitrain.system.launched.launch_variables import batch_system, in_slurm_step
 
 FLAVOURS = ("openmpi", "mpich", "srun", "flux", "pals")
 _NATIVE = {"srun": "srun", "flux": "flux", "pals": "mpiexec"}  # programs of batch systems

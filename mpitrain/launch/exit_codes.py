@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 
-from mpitrain.system.rank_status import RankStatus
+from mpitrain.system.launched.rank_status import RankStatus
 
 _USUAL = 4  # exit codes up to here are our own, and no rank dies of these signals as a rule
 

@@ -20,7 +20,7 @@ from typing import cast
 from mpitrain.launch.left_behind import remove_left_behind
 from mpitrain.launch.supervision import Requests, Supervisor
 from mpitrain.launch.watch import Watch
-from mpitrain.system import rank_status
+from mpitrain.system.launched import rank_status
 from mpitrain.system.processes import is_gone, send_signal
 
 _POLL_S = 0.1

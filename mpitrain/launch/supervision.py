@@ -28,10 +28,11 @@ from mpitrain.launch.exit_codes import code_of
 from mpitrain.launch.guard import guarded
 from mpitrain.launch.left_behind import remove_left_behind
 from mpitrain.launch.watch import Watch, named, stage_of
-from mpitrain.system import awake, rank_status
-from mpitrain.system.end_requests import EndRequests, asking
+from mpitrain.system import awake
+from mpitrain.system.launched import rank_status
+from mpitrain.system.launched.end_requests import EndRequests, asking
+from mpitrain.system.launched.rank_status import ENDED, READY, RankStatus
 from mpitrain.system.processes import is_gone, send_signal
-from mpitrain.system.rank_status import ENDED, READY, RankStatus
 from mpitrain.system.saying import tell
 
 LOOK_EVERY_S = 1.0

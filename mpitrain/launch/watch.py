@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mpitrain.system.launched.rank_status import READY, STARTED, STARTING_MPI, RankStatus
 from mpitrain.system.processes import is_gone, runs
-from mpitrain.system.rank_status import READY, STARTED, STARTING_MPI, RankStatus
 
 GONE_GRACE_S = 5.0  # from the death of a rank that has not begun to train to the end of the launcher
 NEVER_HEARD_S = 60.0  # longest wait of all the others, in MPI's start, for a rank that has never reported

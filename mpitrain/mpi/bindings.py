@@ -18,9 +18,9 @@ import sys
 import mpi4py
 
 from mpitrain.mpi.faults.level import asks_for_heartbeat, asks_for_ulfm
-from mpitrain.system import end_requests, rank_status
 from mpitrain.system.home import give_home
-from mpitrain.system.transports import closed, is_on_one_node
+from mpitrain.system.launched import end_requests, rank_status
+from mpitrain.system.launched.transports import closed, is_on_one_node
 
 # A rank has two busy threads, its own computing and MPI's; where cores are scarce, an MPI call that spins in wait for
 # a peer would steal the core from its own backward pass. Yielding costs nothing measurable where cores abound.

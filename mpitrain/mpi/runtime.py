@@ -28,10 +28,11 @@ from mpitrain.mpi.faults.errors import is_lost_peer
 from mpitrain.mpi.faults.level import asks_for_heartbeat, asks_for_ulfm, why_no_heartbeat
 from mpitrain.mpi.faults.self_destruct import self_destruct
 from mpitrain.mpi.thread_level import check_second_thread, thread_level, warn_of_multiple
-from mpitrain.system import processes, rank_status
-from mpitrain.system.launch_variables import node_key, why_another_job
-from mpitrain.system.node_map import node_indices
-from mpitrain.system.ranks import Ranks
+from mpitrain.system import processes
+from mpitrain.system.launched import rank_status
+from mpitrain.system.launched.launch_variables import node_key, why_another_job
+from mpitrain.system.launched.node_map import node_indices
+from mpitrain.system.launched.ranks import Ranks
 from mpitrain.system.saying import flush
 
 # Where MPI reports no deaths: the longest wait for others at a collective, and of rank 0 for the last counts of a rank.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from mpitrain.errors import UsageError
 from mpitrain.mpi.bindings import MPI
-from mpitrain.system.node_map import name_ranks
+from mpitrain.system.launched.node_map import name_ranks
 
 LEVELS = ("single", "funneled", "serialized", "multiple")
 _VALUES = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)

@@ -53,7 +53,7 @@ from mpitrain.mpi.message_header import (
     unpack_entries,
 )
 from mpitrain.mpi.operation import Op
-from mpitrain.system.ranks import Ends
+from mpitrain.system.launched.ranks import Ends
 
 HEADER_TAG, PAYLOAD_TAG = 11, 12
 

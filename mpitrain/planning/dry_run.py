@@ -102,7 +102,7 @@ def describe(
         UsageError: the run would refuse to start.
     """
     from mpitrain.planning.model_parallel import describe_split
-    from mpitrain.training.initial_weights import start_from
+    from mpitrain.training.resuming.initial_weights import start_from
 
     assert job.strategy is not None
     nodes = machine.nodes(job.strategy) if machine else block_nodes(num_ranks, num_nodes)
@@ -152,8 +152,8 @@ def _build(job: Job, lr: float | None) -> tuple[nn.Module, Any]:
     import torch
 
     from mpitrain.model.building.deferred import Deferred
-    from mpitrain.training.initial_weights import RandomNumbers
     from mpitrain.training.measure import build, build_module, build_optimizer
+    from mpitrain.training.resuming.initial_weights import RandomNumbers
 
     device, random_numbers = torch.device("cpu"), RandomNumbers()
     assert job.strategy is not None

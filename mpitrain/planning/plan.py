@@ -52,8 +52,8 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.parameter_server.asynchronous import Async
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.parameter_server.sync import Backup, Sync
-from mpitrain.system.atomic import check_output, durably_replaced
-from mpitrain.system.launch_variables import launched_rank, launched_size
+from mpitrain.system.files.atomic import check_output, durably_replaced
+from mpitrain.system.launched.launch_variables import launched_rank, launched_size
 from mpitrain.system.saying import say, tell
 from mpitrain.training.job_file import load_job
 from mpitrain.values import parse

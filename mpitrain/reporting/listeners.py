@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mpitrain.errors import UsageError
-from mpitrain.reporting.guarded_log import GuardedLog, Library
+from mpitrain.reporting.logs.guarded_log import GuardedLog, Library
 from mpitrain.reporting.rows import METRICS_FILE, earlier_rows, kind_of
 from mpitrain.values import nearest
 
@@ -82,7 +82,7 @@ def open_logs(
     opened: list[Log] = []
     for name in names:
         if name == CSV:
-            from mpitrain.reporting.csv_log import CsvLog
+            from mpitrain.reporting.logs.csv_log import CsvLog
 
             opened.append(CsvLog(run_dir / "metrics.csv", resumed_at))
         elif name == MLLOG:
@@ -90,7 +90,7 @@ def open_logs(
 
             opened.append(MlLog(run_dir / MLLOG_FILE, resumed_at, last_step_s, facts or {}))
         elif name == TENSORBOARD:
-            from mpitrain.reporting.tensorboard_log import TensorBoardLog
+            from mpitrain.reporting.logs.tensorboard_log import TensorBoardLog
 
             opened.append(TensorBoardLog(run_dir, resumed_at))
         else:
@@ -104,10 +104,10 @@ def _guarded(name: str, run_dir: Path, resumed_at: int | None) -> Log:
 
     def make() -> Library:
         if name == MLFLOW:
-            from mpitrain.reporting.mlflow_log import MlflowLog
+            from mpitrain.reporting.logs.mlflow_log import MlflowLog
 
             return MlflowLog(run_dir, so_far)
-        from mpitrain.reporting.wandb_log import WandbLog
+        from mpitrain.reporting.logs.wandb_log import WandbLog
 
         return WandbLog(run_dir, so_far, resumed_at == 0)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from mpitrain.reporting.rows import kind_of, metrics_in
 from mpitrain.reporting.targets import LOSS
-from mpitrain.system.atomic import write_whole
+from mpitrain.system.files.atomic import write_whole
 
 MLLOG_FILE = "mllog.txt"
 TOKEN = ":::MLLOG "

@@ -33,7 +33,7 @@ def write_page(run_dirs: Sequence[str | Path], out: str | Path) -> None:
     Raises:
         UsageError: a directory holds no run, matplotlib is missing, or no file can be made at `out`.
     """
-    from mpitrain.system.atomic import check_output, write_whole
+    from mpitrain.system.files.atomic import check_output, write_whole
 
     check_output(out, "--out")
     write_whole(Path(out), page(read_runs([Path(one) for one in run_dirs])))

@@ -27,11 +27,11 @@ from mpitrain.reporting.console import Console, date, short
 from mpitrain.reporting.fom import fom_line, rate_per_worker
 from mpitrain.reporting.listeners import call, open_logs
 from mpitrain.reporting.rows import METRICS_FILE, METRICS_SCHEMA
-from mpitrain.system.atomic import write_durable
-from mpitrain.system.folders import make_private
+from mpitrain.system.files.atomic import write_durable
+from mpitrain.system.files.folders import make_private
+from mpitrain.system.files.part_places import is_there
+from mpitrain.system.files.run_directory import samples_of
 from mpitrain.system.optional import reason
-from mpitrain.system.part_places import is_there
-from mpitrain.system.run_directory import samples_of
 from mpitrain.system.saying import say
 
 # 3 called a missed target `fail`; 2 said `meetings`, `lead_max` and `workers_detail`, 1 also `metrics_are` for

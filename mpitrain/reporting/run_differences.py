@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from mpitrain.errors import EXIT_ERROR, EXIT_REQUEUE, UsageError
 from mpitrain.reporting.run_files import RunFiles, read_runs
 from mpitrain.reporting.targets import choice_by_name
-from mpitrain.system.run_directory import read_json
+from mpitrain.system.files.run_directory import read_json
 from mpitrain.values import nearest
 
 RATE = "samples_per_second"

@@ -13,7 +13,7 @@ from typing import Any
 from mpitrain.errors import UsageError
 from mpitrain.reporting.rows import METRICS_FILE, SETTINGS, Row, kind_of, metrics_in
 from mpitrain.reporting.traced_time import TracedTime, read_traces
-from mpitrain.system.run_directory import RUN_FILE, read_json
+from mpitrain.system.files.run_directory import RUN_FILE, read_json
 
 _USUAL = {"progress", "validation", "end", "start", "checkpoint"}
 

@@ -35,14 +35,14 @@ from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
 from mpitrain.strategies.features import VIRTUAL, why_not
 from mpitrain.strategies.validation_policy import ValidationCadence, read_validation_policy
 from mpitrain.system.trace import TraceSteps, file_name, read_steps, switch
-from mpitrain.training.about_data import about_data
-from mpitrain.training.best_model import Validations, begin_from
-from mpitrain.training.initial_weights import start_from
-from mpitrain.training.judge import divergence, judge
 from mpitrain.training.measure import MODEL_FILE, build, save_model
 from mpitrain.training.recipe import recipe_of
+from mpitrain.training.resuming.about_data import about_data
+from mpitrain.training.resuming.initial_weights import start_from
 from mpitrain.training.tracing import nothing_traced
-from mpitrain.training.validation import Measure, make_measure
+from mpitrain.training.validations.best_model import Validations, begin_from
+from mpitrain.training.validations.judge import divergence, judge
+from mpitrain.training.validations.validation import Measure, make_measure
 from mpitrain.virtual import ComputeLaw, Costs, NetworkLaw, VirtualWorld
 from mpitrain.virtual.all_reduces import Reduce
 from mpitrain.virtual.traces import VirtualTrace

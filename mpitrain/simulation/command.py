@@ -16,7 +16,7 @@ from mpitrain.simulation.comparison import Comparison
 from mpitrain.simulation.comparison_text import comparison_text, failures
 from mpitrain.simulation.servers import simulate_again, simulate_job
 from mpitrain.strategies.base import Strategy
-from mpitrain.system.atomic import check_output, write_whole
+from mpitrain.system.files.atomic import check_output, write_whole
 from mpitrain.system.saying import tell
 from mpitrain.training.job_file import load_job
 from mpitrain.values import parse

@@ -38,9 +38,9 @@ from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
 from mpitrain.system.saying import say, tell
 from mpitrain.system.trace import read_steps
-from mpitrain.training.judge import asked_for
 from mpitrain.training.measure import build_module
 from mpitrain.training.validate import validate_simulation
+from mpitrain.training.validations.judge import asked_for
 from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw
 from mpitrain.virtual.compute import WorkerTimes
 from mpitrain.virtual.serial_fraction import fit_serial_fraction, limit

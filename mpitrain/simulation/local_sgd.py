@@ -11,11 +11,11 @@ from typing import Any
 from mpitrain.roles.step_worker import StepWorker
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.checkpoints import StepCheckpoints, parts_in_lockstep
-from mpitrain.simulation.replicas_in_one_process import MeansInOneProcess, make_replicas
+from mpitrain.simulation.in_one_process.replicas import MeansInOneProcess, make_replicas
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.step_partition import StepCourse, StepPartition
-from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.local_sgd.replica import LocalReplica
+from mpitrain.training.validations.averaged_model import EMA_MODEL_FILE
 
 
 def simulate_local_sgd(virtual: VirtualRun) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from mpitrain.model.wire.codec_registry import check_optimizer
 from mpitrain.roles.step_worker import StepWorker
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.checkpoints import StepCheckpoints, parts_in_lockstep
-from mpitrain.simulation.codecs_in_one_process import CodecsInOneProcess
 from mpitrain.simulation.collective_costs import Collectives
 from mpitrain.simulation.empty import Quiet
-from mpitrain.simulation.ranks_in_one_process import RanksInOneProcess
+from mpitrain.simulation.in_one_process.codecs import CodecsInOneProcess
+from mpitrain.simulation.in_one_process.ranks import RanksInOneProcess
 from mpitrain.simulation.step_costs import (
     check_split,
     gradient_buckets,
@@ -41,9 +41,9 @@ from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.strategies.sampling.step_partition import StepCourse, StepPartition, StepTurn
 from mpitrain.system.trace import COMMUNICATION, WAIT
-from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.measure import read_nothing_ahead
 from mpitrain.training.synchronous.stepper import Batch, Parts
+from mpitrain.training.validations.averaged_model import EMA_MODEL_FILE
 from mpitrain.virtual import ComputeLaw
 from mpitrain.virtual.compute import WorkerTimes
 from mpitrain.virtual.lockstep import Clock, Overlapped, Schedule, Times

@@ -31,7 +31,7 @@ from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.training.measure import build
 from mpitrain.training.recipe import recipe_of
 from mpitrain.training.synchronous.stepper import Batch, Stepper
-from mpitrain.training.validation import make_measure
+from mpitrain.training.validations.validation import make_measure
 from mpitrain.virtual.compute import BatchCourse, ComputeLaw
 from mpitrain.virtual.compute_laws import MeasuredCompute, Resampled
 from mpitrain.virtual.costs import Costs

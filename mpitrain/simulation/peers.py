@@ -13,11 +13,11 @@ from mpitrain.reporting.report import NullReport
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.features import VIRTUAL, why_not
-from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.decentralized.builder import PeerBuilder
 from mpitrain.training.decentralized.run import summary
 from mpitrain.training.measure import build_optimizer
-from mpitrain.training.measured_elsewhere import MeasuredByPeers
+from mpitrain.training.validations.averaged_model import EMA_MODEL_FILE
+from mpitrain.training.validations.measured_elsewhere import MeasuredByPeers
 
 
 def simulate_peers(virtual: VirtualRun) -> dict[str, Any]:

@@ -43,16 +43,16 @@ from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign_workers
 from mpitrain.system import background
-from mpitrain.training.averaged_model import join
 from mpitrain.training.job_file import load_job
-from mpitrain.training.judge import NOBODY_LEFT
 from mpitrain.training.measure import MODEL_FILE, build_optimizer, same_model
-from mpitrain.training.measured_tables import measured_by_workers
 from mpitrain.training.parameter_server.builder import RoleBuilder
 from mpitrain.training.roads import choose_roads
 from mpitrain.training.served_tables import save_tables
 from mpitrain.training.validate import validate_simulation
-from mpitrain.training.validation import Measure
+from mpitrain.training.validations.averaged_model import join
+from mpitrain.training.validations.judge import NOBODY_LEFT
+from mpitrain.training.validations.measured_tables import measured_by_workers
+from mpitrain.training.validations.validation import Measure
 from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw, VirtualWorld
 
 _SERVERLESS: dict[type[Strategy], Callable[[VirtualRun], dict[str, Any]]] = {

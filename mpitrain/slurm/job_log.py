@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.system.run_directory import read_bounded
+from mpitrain.system.files.run_directory import read_bounded
 
 FILE = "job.log"
 _MAX_BYTES = 2**24

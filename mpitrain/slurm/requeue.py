@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from mpitrain.system.run_directory import Progress, progress, read_bounded, read_json
+from mpitrain.system.files.run_directory import Progress, progress, read_bounded, read_json
 
 MARKER = "REQUEUE"
 LOG = "restarts.jsonl"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from mpitrain.errors import UsageError
 from mpitrain.slurm.job_log import JobEvent, read_events
 from mpitrain.slurm.requeue import MARKER, restarts
-from mpitrain.system.run_directory import progress, read_json
+from mpitrain.system.files.run_directory import progress, read_json
 
 _QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "STAGE_OUT")
 _STARTING = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from mpitrain.errors import UsageError
 from mpitrain.slurm.job_log import append_event
 from mpitrain.slurm.script import Script
-from mpitrain.system.folders import make_private
+from mpitrain.system.files.folders import make_private
 
 
 def submit(text: str, arguments: Sequence[str] = ()) -> str:

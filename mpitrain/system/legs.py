@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.system.launch_variables import batch_system, job_id
-from mpitrain.system.run_directory import read_bounded
+from mpitrain.system.files.run_directory import read_bounded
+from mpitrain.system.launched.launch_variables import batch_system, job_id
 
 FILE = "legs.jsonl"
 _MAX_BYTES = 2**26

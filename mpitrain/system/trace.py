@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from mpitrain.errors import UsageError
-from mpitrain.system.atomic import write_whole
+from mpitrain.system.files.atomic import write_whole
 from mpitrain.system.optional import optional
 
 STEP, COMPUTE, OPTIMIZER, READ, CODEC = "step", "compute", "optimizer", "reader", "codec"

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from mpitrain.errors import InjectedError
 from mpitrain.system import awake, processes
 from mpitrain.system.draws import LOCK
-from mpitrain.system.ranks import Ranks
+from mpitrain.system.launched.ranks import Ranks
 from mpitrain.threads.draws import Draws
 from mpitrain.threads.hub import CalledOffError, Hub
 from mpitrain.threads.sums import Sums, WorkersSum

@@ -11,9 +11,9 @@ from typing import Any
 
 from mpitrain.reporting.report import METRICS_FILE
 from mpitrain.system.energy import EnergyMeter
+from mpitrain.system.launched.ranks import Ranks
 from mpitrain.system.legs import FILE, begin_leg, end_leg, joules_by_slurm, read_legs, totals
 from mpitrain.system.optional import optional
-from mpitrain.system.ranks import Ranks
 
 
 class Account:

@@ -15,7 +15,7 @@ from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.features import MPI, why_not
 
 if TYPE_CHECKING:
-    from mpitrain.system.ranks import Ranks
+    from mpitrain.system.launched.ranks import Ranks
 
 
 def survives(runtime: Ranks, strategy: Strategy) -> bool:

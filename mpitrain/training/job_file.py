@@ -14,7 +14,7 @@ from pathlib import Path
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.options import hand_on, reading
-from mpitrain.system.user_module import run_file
+from mpitrain.system.files.user_module import run_file
 from mpitrain.values import nearest
 
 

@@ -39,12 +39,12 @@ from mpitrain.model.optimizers.optimizer import check_closure, set_learning_rate
 from mpitrain.model.optimizers.several_optimizers import SeveralOptimizers
 from mpitrain.reporting.report import writing
 from mpitrain.strategies.features import MPI, why_not
-from mpitrain.system.atomic import durably_replaced
-from mpitrain.system.folders import make_private
+from mpitrain.system.files.atomic import durably_replaced
+from mpitrain.system.files.folders import make_private
 
 if TYPE_CHECKING:
     from mpitrain.roles.protocols import Report
-    from mpitrain.system.ranks import Ranks
+    from mpitrain.system.launched.ranks import Ranks
 
 MODEL_FILE = "model.safetensors"
 

@@ -18,9 +18,8 @@ from mpitrain.checkpoint.parts import FOLDER, UnfinishedError, listed, position_
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.job import Job, Overrides
 from mpitrain.reporting.report import default_run_dir
-from mpitrain.system import rank_status
-from mpitrain.system.folders import make_private
-from mpitrain.system.run_directory import (
+from mpitrain.system.files.folders import make_private
+from mpitrain.system.files.run_directory import (
     RUN_FILE,
     Identity,
     adopt,
@@ -31,13 +30,14 @@ from mpitrain.system.run_directory import (
     read_json,
     run_of,
 )
-from mpitrain.system.run_lock import RunLock
+from mpitrain.system.files.run_lock import RunLock
+from mpitrain.system.launched import rank_status
 from mpitrain.training.agree import attempt
-from mpitrain.training.best_model import begin_from
-from mpitrain.training.find_checkpoint import find, identify
+from mpitrain.training.resuming.find_checkpoint import find, identify
+from mpitrain.training.validations.best_model import begin_from
 
 if TYPE_CHECKING:
-    from mpitrain.system.ranks import Ranks
+    from mpitrain.system.launched.ranks import Ranks
 
 
 class Opened(NamedTuple):

@@ -17,7 +17,7 @@ from mpitrain.model.in_place import COLUMNS, WAY_OUT, Rarely, fingerprints
 
 if TYPE_CHECKING:
     from mpitrain.strategies.base import Strategy
-    from mpitrain.system.ranks import Ranks
+    from mpitrain.system.launched.ranks import Ranks
 
 ROUNDING = 1e-6  # of a tensor's length
 

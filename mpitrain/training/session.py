@@ -31,30 +31,31 @@ from mpitrain.strategies.features import LOOP, why_not
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign
 from mpitrain.strategies.validation_policy import ValidationPolicy, read_validation_policy
-from mpitrain.system import rank_status, trace
-from mpitrain.system.error_record import forget_reports
-from mpitrain.system.folders import make_private
-from mpitrain.system.launch_variables import launched_server_nodes
+from mpitrain.system import trace
+from mpitrain.system.files.error_record import forget_reports
+from mpitrain.system.files.folders import make_private
+from mpitrain.system.files.run_directory import NO_PROGRESS, RUN_FILE, RUN_SCHEMA, Identity, progress
+from mpitrain.system.files.run_lock import RunLock
+from mpitrain.system.launched import rank_status
+from mpitrain.system.launched.launch_variables import launched_server_nodes
 from mpitrain.system.optional import optional
-from mpitrain.system.run_directory import NO_PROGRESS, RUN_FILE, RUN_SCHEMA, Identity, progress
-from mpitrain.system.run_lock import RunLock
 from mpitrain.training import signals
-from mpitrain.training.about_data import about_data
 from mpitrain.training.accounting import Account
 from mpitrain.training.agree import attempt as attempt
-from mpitrain.training.best_model import Validations
 from mpitrain.training.fault_tolerance import check_aggregated, level, may_miss, warning
-from mpitrain.training.fingerprint import contents_of, file_digest, options
-from mpitrain.training.judge import NOBODY_LEFT, judge
 from mpitrain.training.mllog_facts import mllog_facts
 from mpitrain.training.open_run import open_run
 from mpitrain.training.outcome import RunOutcome
+from mpitrain.training.resuming.about_data import about_data
+from mpitrain.training.resuming.fingerprint import contents_of, file_digest, options
 from mpitrain.training.tracing import begin_trace, nothing_traced
 from mpitrain.training.validate import check_precision, validate_run
+from mpitrain.training.validations.best_model import Validations
+from mpitrain.training.validations.judge import NOBODY_LEFT, judge
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
-    from mpitrain.system.ranks import Ranks
+    from mpitrain.system.launched.ranks import Ranks
     from mpitrain.training.watchdog.emergency import Emergency
 
 REQUEUE_FILE = "REQUEUE"  # is there when the run wants to be started again with --resume auto

@@ -2,10 +2,10 @@
 SIGQUIT writes the stacks of its threads.
 
 Invariants: the handler only sets a flag. Receive loops poll (no rank blocks inside MPI), so the flag is seen within one
-sleep or one batch. When a second SIGTERM or SIGHUP ends this rank at once is said in `system/end_requests.py`; it then
-dies of SIGTERM, which from that moment on the kernel handles, so that it ends whatever it is stuck in, and the launcher
-ends the others. A second SIGINT does so at any time, in a process that is a rank or runs the command. A request of the
-launch to all ranks counts as a signal to each (`rank_status.py`).
+sleep or one batch. When a second SIGTERM or SIGHUP ends this rank at once is said in `system/launched/end_requests.py`;
+it then dies of SIGTERM, which from that moment on the kernel handles, so that it ends whatever it is stuck in, and the
+launcher ends the others. A second SIGINT does so at any time, in a process that is a rank or runs the command. A
+request of the launch to all ranks counts as a signal to each (`rank_status.py`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import threading
 import time
 from typing import Any
 
-from mpitrain.system import background, interrupts, rank_status, stacks, time_limit
-from mpitrain.system.end_requests import AGAIN_S, ENDS, EndRequests, asking
-from mpitrain.system.launch_variables import is_rank
+from mpitrain.system import background, interrupts, stacks
+from mpitrain.system.launched import rank_status, time_limit
+from mpitrain.system.launched.end_requests import AGAIN_S, ENDS, EndRequests, asking
+from mpitrain.system.launched.launch_variables import is_rank
 
 _asked = threading.Event()
 _before: dict[int, Any] = {}

@@ -10,7 +10,7 @@ from mpitrain.job import Job
 from mpitrain.system import trace
 
 if TYPE_CHECKING:
-    from mpitrain.system.ranks import Ranks
+    from mpitrain.system.launched.ranks import Ranks
 
 
 def begin_trace(runtime: Ranks, job: Job, role: str, run_dir: Path) -> None:

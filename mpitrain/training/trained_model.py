@@ -17,15 +17,15 @@ from mpitrain.errors import EXIT_ERROR, EXIT_REQUEUE, UsageError
 from mpitrain.job import Job
 from mpitrain.model.gradient.user_code import check_module
 from mpitrain.options import settings_of
-from mpitrain.system.run_directory import RUN_FILE, read_json
-from mpitrain.training.averaged_model import EMA_MODEL_FILE
-from mpitrain.training.best_model import BEST_MODEL_FILE
+from mpitrain.system.files.run_directory import RUN_FILE, read_json
 from mpitrain.training.ensembles.saved import holds_ensemble, load_ensemble
-from mpitrain.training.fingerprint import file_digest
-from mpitrain.training.initial_weights import WeightsFile, compare_weights, load_weights
 from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import MODEL_FILE
+from mpitrain.training.resuming.fingerprint import file_digest
+from mpitrain.training.resuming.initial_weights import WeightsFile, compare_weights, load_weights
 from mpitrain.training.served_tables import load_tables
+from mpitrain.training.validations.averaged_model import EMA_MODEL_FILE
+from mpitrain.training.validations.best_model import BEST_MODEL_FILE
 from mpitrain.values import nearest
 
 RESULT_FILE = "result.json"

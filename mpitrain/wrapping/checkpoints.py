@@ -21,8 +21,8 @@ from mpitrain.checkpoint import Checkpoint, write_part
 from mpitrain.checkpoint.parts import FIRST, folder_of, prune
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.strategies.part_names import own_part
-from mpitrain.system.folders import make_private
-from mpitrain.system.run_directory import (
+from mpitrain.system.files.folders import make_private
+from mpitrain.system.files.run_directory import (
     Identity,
     adopt,
     make_room,
@@ -30,10 +30,10 @@ from mpitrain.system.run_directory import (
     new_run_id,
     wait_for_room,
 )
-from mpitrain.system.run_lock import RunLock
+from mpitrain.system.files.run_lock import RunLock
 from mpitrain.system.saying import tell
 from mpitrain.training.agree import attempt
-from mpitrain.training.find_checkpoint import find, identify
+from mpitrain.training.resuming.find_checkpoint import find, identify
 from mpitrain.training.synchronous.checkpoints import copied
 
 if TYPE_CHECKING:

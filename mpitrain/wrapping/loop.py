@@ -29,7 +29,7 @@ from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.features import LOOP, why_not
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.placement import Roles
-from mpitrain.system.ranks import Ends
+from mpitrain.system.launched.ranks import Ends
 from mpitrain.system.saying import tell
 
 if TYPE_CHECKING:

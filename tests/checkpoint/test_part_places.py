@@ -8,8 +8,8 @@ import torch
 from mpitrain.checkpoint import newest, read_part, write_part
 from mpitrain.checkpoint.parts import corrupt_part, damage, folder_of, prune
 from mpitrain.errors import CheckpointError
-from mpitrain.system.part_places import PARTS_PER_FOLDER, is_there, place_of
-from mpitrain.system.run_directory import Identity, progress, why_no_room
+from mpitrain.system.files.part_places import PARTS_PER_FOLDER, is_there, place_of
+from mpitrain.system.files.run_directory import Identity, progress, why_no_room
 
 NAMES = ("shard-0", "shard-256", "worker-0", "worker-255", "worker-256", "worker-300", "worker-512")
 OURS = Identity("run", "attempt")

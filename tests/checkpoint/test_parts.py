@@ -33,7 +33,7 @@ from mpitrain.checkpoint.parts import (
 from mpitrain.checkpoint.state_tree import join, split, structure_of
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy, read_policy
-from mpitrain.system.run_directory import MAX_RECORD_BYTES, Identity, progress
+from mpitrain.system.files.run_directory import MAX_RECORD_BYTES, Identity, progress
 from tests.sampling import ALL_CELLS
 
 WRITER = Path(__file__).parent / "programs" / "writes_for_ever.py"

@@ -15,7 +15,7 @@ import pytest
 
 from mpitrain.cli.main import main
 from mpitrain.reporting.console import Console
-from mpitrain.reporting.csv_log import CsvLog
+from mpitrain.reporting.logs.csv_log import CsvLog
 from mpitrain.system.saying import csv_cell, say, write
 from tests.ranks import ROOT
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpitrain.system.atomic import Sink
+from mpitrain.system.files.atomic import Sink
 
 
 def die_at(moment: int, work: Callable[[], object]) -> bool:

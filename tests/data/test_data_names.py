@@ -16,8 +16,8 @@ from mpitrain.data.write.pack import pack
 from mpitrain.errors import DataError, UsageError
 from mpitrain.model.building.activation_checkpointing import checkpoint_activations
 from mpitrain.model.building.layer_cuts import slices
-from mpitrain.system.outside import at_home, expanded, find_files
-from mpitrain.training.predict import _shards
+from mpitrain.system.files.outside import at_home, expanded, find_files
+from mpitrain.training.trained.predict import _shards
 
 # A folder, and a neighbour that its name matches as a pattern.
 NEIGHBOURS = [

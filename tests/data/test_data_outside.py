@@ -22,7 +22,7 @@ from mpitrain.data.sources import SourceOptions, open_source
 from mpitrain.data.tools.check import check
 from mpitrain.data.write.pack import pack
 from mpitrain.errors import DataError, UsageError, printable
-from mpitrain.system.outside import Trust, expanded
+from mpitrain.system.files.outside import Trust, expanded
 
 X = np.arange(48, dtype=np.float32).reshape(12, 4)
 

@@ -18,7 +18,7 @@ from mpitrain.data.format.manifest import NAME, Manifest
 from mpitrain.data.sources.base import ArraySource
 from mpitrain.data.write.pack import PackOptions, pack
 from mpitrain.errors import DataError, UsageError
-from mpitrain.system.atomic import replacing
+from mpitrain.system.files.atomic import replacing
 from tests.data.mortal import die_at, no_power_cut, on_ranks  # noqa: F401
 
 ARRAYS = {"y": np.arange(1000), "x": np.arange(64000, dtype=np.float32).reshape(1000, 8, 8)}

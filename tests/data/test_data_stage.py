@@ -13,7 +13,7 @@ from mpitrain.data.read import stage_users
 from mpitrain.data.read.stage import stage, staged, unstage
 from mpitrain.data.tools.check import check
 from mpitrain.errors import DataError
-from mpitrain.system.launch_variables import node_name
+from mpitrain.system.launched.launch_variables import node_name
 
 
 @pytest.fixture

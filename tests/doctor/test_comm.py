@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.system.launch_variables import node_name
+from mpitrain.system.launched.launch_variables import node_name
 from mpitrain.values import parse
 from mpitrain.virtual import MeasuredNetwork
 from tests.ranks import find_mpi, run_plain, run_ranks

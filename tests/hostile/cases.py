@@ -30,7 +30,7 @@ from mpitrain.checkpoint import write_part
 from mpitrain.checkpoint.parts import folder_of
 from mpitrain.data.format.manifest import NAME
 from mpitrain.data.write.pack import pack
-from mpitrain.system.run_directory import Identity
+from mpitrain.system.files.run_directory import Identity
 
 X, Y = np.arange(96, dtype=np.float32).reshape(24, 4), np.arange(24)
 CAREFUL = ("--max-gib", "0.25")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpitrain.launch.exit_codes import code_of
-from mpitrain.system.rank_status import READY, RankStatus
+from mpitrain.system.launched.rank_status import READY, RankStatus
 
 
 def ranks(*codes: int | None, asked: bool = False) -> dict[int, RankStatus]:

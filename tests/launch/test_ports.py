@@ -14,7 +14,7 @@ import pytest
 from mpitrain.doctor.listening import listening
 from mpitrain.launch.command import Asked, launch_command
 from mpitrain.launch.discover import Launcher
-from mpitrain.system.transports import closed, is_on_one_node
+from mpitrain.system.launched.transports import closed, is_on_one_node
 from tests.ranks import ROOT, find_mpi, warm_environment
 
 PROGRAM = Path(__file__).parent / "programs/listens.py"

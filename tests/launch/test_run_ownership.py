@@ -15,10 +15,10 @@ from mpitrain.launch import supervision
 from mpitrain.launch.command import completed, has_result, relaunch
 from mpitrain.launch.discover import Launcher
 from mpitrain.launch.supervision import Outcome, Requests, Supervisor
-from mpitrain.system import rank_status
-from mpitrain.system.rank_status import ENDED, READY, RankStatus
-from mpitrain.system.run_directory import CHECKPOINTS
-from mpitrain.system.run_lock import LAUNCH_LOCK_FILE
+from mpitrain.system.files.run_directory import CHECKPOINTS
+from mpitrain.system.files.run_lock import LAUNCH_LOCK_FILE
+from mpitrain.system.launched import rank_status
+from mpitrain.system.launched.rank_status import ENDED, READY, RankStatus
 
 # A launcher whose only rank leaves a result of this start, of another job's, or none, and ends with a code.
 ENDS = """#!{python}
@@ -73,7 +73,7 @@ def test_a_complete_result_is_the_exit_code_if_it_is_of_this_start(
 HOLDS = """
 import sys
 from pathlib import Path
-from mpitrain.system.run_lock import LAUNCH_LOCK_FILE, RunLock
+from mpitrain.system.files.run_lock import LAUNCH_LOCK_FILE, RunLock
 RunLock(Path(sys.argv[1]), "theirs", LAUNCH_LOCK_FILE).take()
 print("held", flush=True)
 input()

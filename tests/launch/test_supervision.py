@@ -15,9 +15,9 @@ import pytest
 from mpitrain.launch.command import relaunch
 from mpitrain.launch.supervision import Outcome, Requests, Supervisor, died_early, launch_folder
 from mpitrain.launch.watch import Watch
-from mpitrain.system import rank_status
+from mpitrain.system.launched import rank_status
+from mpitrain.system.launched.rank_status import ENDED, IMPORTING, READY, STARTED, STARTING_MPI, RankStatus
 from mpitrain.system.processes import identity
-from mpitrain.system.rank_status import ENDED, IMPORTING, READY, STARTED, STARTING_MPI, RankStatus
 
 PROGRAMS = Path(__file__).parent / "programs"
 

@@ -13,8 +13,8 @@ from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
 from mpitrain.model.gradient.user_code import Checked, check_made_optimizer, check_module, unused_parameters
 from mpitrain.system.tracebacks import own_part
-from mpitrain.training.fingerprint import fingerprint
 from mpitrain.training.job_file import load_job
+from mpitrain.training.resuming.fingerprint import fingerprint
 from tests import toy
 
 BATCH = {"x": torch.ones(3, 5), "y": torch.ones(3, 1)}

@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from mpitrain.system.launch_variables import launched_rank
+from mpitrain.system.launched.launch_variables import launched_rank
 from mpitrain.training import signals
 from tests import toy
 

@@ -10,8 +10,8 @@ import pytest
 
 from mpitrain import Decay, Sync, simulate
 from mpitrain.checkpoint.parts import FOLDER, _digest, folder_of, newest, write_part
-from mpitrain.system.run_directory import Identity
-from mpitrain.system.run_lock import RunLock
+from mpitrain.system.files.run_directory import Identity
+from mpitrain.system.files.run_lock import RunLock
 from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import same_model
 from mpitrain.values import parse

@@ -14,7 +14,7 @@ import mpitrain as mt
 from mpitrain.cli import main as cli
 from mpitrain.data.write.rows import join_rows, write_rows
 from mpitrain.errors import UsageError
-from mpitrain.training.predict import share_of
+from mpitrain.training.trained.predict import share_of
 from tests.ranks import find_mpi, run_ranks
 
 JOB = """

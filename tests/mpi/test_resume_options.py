@@ -11,7 +11,7 @@ from mpitrain.cli import main as cli
 from mpitrain.job import Overrides
 from mpitrain.job.option import ACTS, CONVERTED, REFUSED
 from mpitrain.strategies.checkpoint_policy import read_policy
-from mpitrain.training.resume_options import ON_RESUME
+from mpitrain.training.resuming.resume_options import ON_RESUME
 from tests.mpi.cases import launch_program
 from tests.ranks import ROOT
 from tests.sampling import ALL_CELLS, cells

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from mpitrain.checkpoint.parts import folder_of, newest, write_part
-from mpitrain.system.run_directory import Identity
+from mpitrain.system.files.run_directory import Identity
 from mpitrain.training.measure import same_model
 from tests.mpi.cases import call, launch_calls
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.system.end_requests import AGAIN_S
+from mpitrain.system.launched.end_requests import AGAIN_S
 from tests.mpi.started import Started
 from tests.ranks import ROOT, find_mpi, living
 

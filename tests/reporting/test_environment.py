@@ -12,8 +12,8 @@ import pytest
 
 from mpitrain.reporting import environment
 from mpitrain.reporting.environment import collect, git_revision
-from mpitrain.system import launch_variables
-from mpitrain.system.launch_variables import is_rank, launched_nodes, launched_rank, launched_size
+from mpitrain.system.launched import launch_variables
+from mpitrain.system.launched.launch_variables import is_rank, launched_nodes, launched_rank, launched_size
 
 OPENMPI_IN_SLURM = {
     "OMPI_COMM_WORLD_RANK": "3",

@@ -7,8 +7,8 @@ import pytest
 import mpitrain as mt
 from mpitrain.cli.main import main
 from mpitrain.errors import UsageError
-from mpitrain.reporting.csv_log import CsvLog
 from mpitrain.reporting.listeners import check_callbacks, check_installed, read_logs
+from mpitrain.reporting.logs.csv_log import CsvLog
 from mpitrain.reporting.report import Report, Reported
 from tests import toy
 from tests.reporting.logs import points, rows_of, table

@@ -16,8 +16,8 @@ from mpitrain.slurm.limits import LIMIT, lead
 from mpitrain.slurm.requeue import decide, decide_without_checkpoint
 from mpitrain.slurm.script import make
 from mpitrain.slurm.status import describe
-from mpitrain.system.run_directory import NO_PROGRESS, Progress
-from mpitrain.system.time_limit import needs_now
+from mpitrain.system.files.run_directory import NO_PROGRESS, Progress
+from mpitrain.system.launched.time_limit import needs_now
 
 ROOT = Path(__file__).resolve().parents[2]
 FILLED = Script(

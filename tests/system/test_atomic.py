@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import UsageError
-from mpitrain.system import atomic
+from mpitrain.system.files import atomic
 
 
 @pytest.mark.parametrize("manager", [atomic.replaced, atomic.durably_replaced])

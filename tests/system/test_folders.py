@@ -7,8 +7,8 @@ import torch
 
 from mpitrain.checkpoint.parts import folder_of, write_part
 from mpitrain.reporting.report import Report, Reported
-from mpitrain.system.folders import make_private
-from mpitrain.system.run_directory import Identity
+from mpitrain.system.files.folders import make_private
+from mpitrain.system.files.run_directory import Identity
 from mpitrain.training.watchdog.alarm_files import Alarm
 
 

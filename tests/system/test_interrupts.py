@@ -9,7 +9,7 @@ import torch
 
 from mpitrain.errors import EXIT_INTERRUPTED
 from mpitrain.system import interrupts
-from mpitrain.system.error_record import exit_code
+from mpitrain.system.files.error_record import exit_code
 from mpitrain.system.interrupts import interruptible, whole
 
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from mpitrain.system import launch_variables
-from mpitrain.system.launch_variables import in_slurm_step, launched_task, why_another_job
+from mpitrain.system.launched import launch_variables
+from mpitrain.system.launched.launch_variables import in_slurm_step, launched_task, why_another_job
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
 STEP = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}

@@ -10,7 +10,7 @@ from mpitrain.checkpoint import newest, write_part
 from mpitrain.checkpoint.parts import folder_of
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides
-from mpitrain.system.run_directory import (
+from mpitrain.system.files.run_directory import (
     Identity,
     adopt,
     make_room,

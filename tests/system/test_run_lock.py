@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from mpitrain.errors import OutputError, UsageError
-from mpitrain.system import run_lock
-from mpitrain.system.run_lock import LOCK_FILE, RunLock, _who_we_are
+from mpitrain.system.files import run_lock
+from mpitrain.system.files.run_lock import LOCK_FILE, RunLock, _who_we_are
 
 FORK = multiprocessing.get_context("fork")
 

@@ -10,7 +10,8 @@ import sys
 import pytest
 
 import mpitrain as mt
-from mpitrain.reporting import csv_log, mllog
+from mpitrain.reporting import mllog
+from mpitrain.reporting.logs import csv_log
 from mpitrain.roles import replay
 from mpitrain.system import optional, saying
 from mpitrain.system.saying import escape_what_cannot_be_printed, write

@@ -14,7 +14,8 @@ from mpitrain.checkpoint import background_writer, newest
 from mpitrain.checkpoint.parts import _digest
 from mpitrain.data.read import prefetch
 from mpitrain.errors import AgreedError, CheckpointError, InjectedError, OutputError, UsageError
-from mpitrain.system import background, run_lock
+from mpitrain.system import background
+from mpitrain.system.files import run_lock
 from mpitrain.training.in_threads import run as in_threads
 from mpitrain.training.watchdog.watchdog import StalledError
 from mpitrain.values import parse

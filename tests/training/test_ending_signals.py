@@ -87,7 +87,7 @@ def test_hup_that_was_ignored_at_the_start_asks_for_nothing():
 
 HUP_WHILE_MPI_STARTS = """
 import os, signal
-from mpitrain.system import end_requests
+from mpitrain.system.launched import end_requests
 heard = []
 signal.signal(signal.SIGHUP, lambda *_: heard.append(1))
 take_back = end_requests.take_hup_back

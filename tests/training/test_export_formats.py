@@ -12,7 +12,7 @@ from torch import nn
 import mpitrain as mt
 from mpitrain.cli.main import main
 from mpitrain.errors import UsageError
-from mpitrain.training.export_formats import ONNX_PACKAGES
+from mpitrain.training.trained.export_formats import ONNX_PACKAGES
 from tests import toy
 
 needs_onnx = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import pytest
 
 from mpitrain.data.sources import open_source
 from mpitrain.errors import UsageError
-from mpitrain.system.user_module import UNNAMED, run_file
+from mpitrain.system.files.user_module import UNNAMED, run_file
 from mpitrain.training.job_file import load_job
 
 

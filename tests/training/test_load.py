@@ -14,9 +14,9 @@ from torch import nn
 import mpitrain as mt
 from mpitrain.cli.main import main
 from mpitrain.errors import UsageError
-from mpitrain.training.fingerprint import file_digest
-from mpitrain.training.initial_weights import WeightsFile, compare_weights, load_weights, start_from
 from mpitrain.training.job_file import load_job
+from mpitrain.training.resuming.fingerprint import file_digest
+from mpitrain.training.resuming.initial_weights import WeightsFile, compare_weights, load_weights, start_from
 from mpitrain.values import parse
 from tests import toy
 from tests.mpi.start_files import JOB, write_start

@@ -11,10 +11,10 @@ from mpitrain.job import Overrides
 from mpitrain.mpi.faults.level import why_no_heartbeat
 from mpitrain.strategies import AllReduce, Async, Decentralized, LocalSGD, Sync
 from mpitrain.strategies.placement import Roles
-from mpitrain.system.run_directory import Identity
+from mpitrain.system.files.run_directory import Identity
 from mpitrain.training.fault_tolerance import level, warning
-from mpitrain.training.fingerprint import fingerprint
 from mpitrain.training.outcome import RunOutcome
+from mpitrain.training.resuming.fingerprint import fingerprint
 from mpitrain.training.session import result_of
 from mpitrain.training.validate import validate_run
 from tests import toy

@@ -11,7 +11,7 @@ from mpitrain.checkpoint import CheckpointWriter, PartPlan, newest, read_part
 from mpitrain.errors import CheckpointError
 from mpitrain.reporting.rows import METRICS_FILE
 from mpitrain.strategies.checkpoint_policy import read_policy
-from mpitrain.system.run_directory import Identity
+from mpitrain.system.files.run_directory import Identity
 from mpitrain.training.watchdog.alarm_files import Alarm
 from mpitrain.training.watchdog.emergency import Emergency, Guard, KeptBuffers, Taken
 from mpitrain.training.watchdog.liveness import LivenessCheck

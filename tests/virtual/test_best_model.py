@@ -16,8 +16,8 @@ from mpitrain.strategies.validation_policy import (
     ValidationPolicy,
     read_validation_policy,
 )
-from mpitrain.training.best_model import Validations, begin_from
 from mpitrain.training.measure import save_tensors
+from mpitrain.training.validations.best_model import Validations, begin_from
 from mpitrain.values import parse
 from tests import toy
 

@@ -11,7 +11,7 @@ from mpitrain.errors import UsageError
 from mpitrain.job import Overrides
 from mpitrain.simulation.comparison import Comparison
 from mpitrain.simulation.comparison_text import comparison_text
-from mpitrain.training.validation import LEAST_BATCH
+from mpitrain.training.validations.validation import LEAST_BATCH
 from mpitrain.values import parse
 from mpitrain.virtual import Constant, Costs, Exponential, Link
 from mpitrain.virtual.serial_fraction import fit_serial_fraction, limit

@@ -11,8 +11,8 @@ import mpitrain as mt
 from mpitrain.effects import Break, Compute, Sleep, replaced
 from mpitrain.errors import UsageError
 from mpitrain.roles.divided_validation import DividedValidation
-from mpitrain.training.measured_elsewhere import MeasuredByPeers, MeasuredByWorkers
-from mpitrain.training.validation import Measure
+from mpitrain.training.validations.measured_elsewhere import MeasuredByPeers, MeasuredByWorkers
+from mpitrain.training.validations.validation import Measure
 from mpitrain.values import parse
 from tests import toy
 from tests.sampling import cells

@@ -10,7 +10,7 @@ import torch
 import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.simulation.measured_step import charged, measure_step
-from mpitrain.training.validation import LEAST_BATCH, Measure
+from mpitrain.training.validations.validation import LEAST_BATCH, Measure
 from mpitrain.values import parse
 from mpitrain.virtual import Costs
 from mpitrain.virtual.compute import WorkerTimes

@@ -20,7 +20,7 @@ from mpitrain.reporting.report import NullReport
 from mpitrain.roles.peer import Peer
 from mpitrain.roles.peer_credits import CREDITS
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
-from mpitrain.system.run_directory import Identity
+from mpitrain.system.files.run_directory import Identity
 from mpitrain.training.decentralized.checkpoints import restore
 from mpitrain.training.measure import build
 from mpitrain.virtual import Constant, Ideal, VirtualWorld

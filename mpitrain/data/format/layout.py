@@ -43,7 +43,7 @@ from mpitrain.data.format.variables import (
     with_common_dimension,
 )
 from mpitrain.errors import DataError
-from mpitrain.system.outside import CAREFUL, Trust, check_regular, check_size, gib
+from mpitrain.system.files.outside import CAREFUL, Trust, check_regular, check_size, gib
 
 SCHEMA = 1
 VARIABLE_SCHEMA = 2  # of shards with variable arrays

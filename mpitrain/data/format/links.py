@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import h5py
 
 from mpitrain.errors import DataError
-from mpitrain.system.outside import ALLOW, check_regular
+from mpitrain.system.files.outside import ALLOW, check_regular
 
 MAX_HOPS = 16  # soft links after each other
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from mpitrain.data.format.catalogue import ArraySpec
 from mpitrain.errors import DataError, UsageError
-from mpitrain.system.atomic import partial_of, replacing, sync_directory, write_all
-from mpitrain.system.outside import at_home, check_inside, choose_names, open_regular, read_json
+from mpitrain.system.files.atomic import partial_of, replacing, sync_directory, write_all
+from mpitrain.system.files.outside import at_home, check_inside, choose_names, open_regular, read_json
 
 NAME = "mpitrain-pack.json"
 SCHEMA = 2  # 1 had neither arrays nor splits

@@ -31,7 +31,7 @@ from mpitrain.data.read.announce import Announcer, Part, Places
 from mpitrain.data.read.order import IntArray
 from mpitrain.data.read.stage import staged
 from mpitrain.errors import DataError
-from mpitrain.system.outside import CAREFUL, Trust
+from mpitrain.system.files.outside import CAREFUL, Trust
 
 MAX_OPEN_FILES = 32
 

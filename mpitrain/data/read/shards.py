@@ -26,7 +26,7 @@ from mpitrain.data.read.chunk_cache import ChunkCache, memory_needed
 from mpitrain.data.read.reader import Batch, ChunkReader, Reader
 from mpitrain.data.read.shard_files import ShardFiles
 from mpitrain.errors import DataError, UsageError
-from mpitrain.system.outside import MAX_GIB, Trust, at_home, check_size, find_files
+from mpitrain.system.files.outside import MAX_GIB, Trust, at_home, check_size, find_files
 
 NUM_OPENED = 64
 

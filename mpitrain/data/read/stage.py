@@ -21,8 +21,8 @@ from typing import BinaryIO
 from mpitrain.data.format.manifest import NAME, Manifest, file_sha256
 from mpitrain.data.read.stage_users import KEPT, check_user, turn
 from mpitrain.errors import DataError, UsageError
-from mpitrain.system.launch_variables import node_name
-from mpitrain.system.outside import MAX_INDEX_BYTES, check_inside, expanded, open_regular
+from mpitrain.system.files.outside import MAX_INDEX_BYTES, check_inside, expanded, open_regular
+from mpitrain.system.launched.launch_variables import node_name
 
 STAGED = "MPITRAIN_STAGED"  # the folder that packs were staged into; $VARIABLES in it are the node's
 

@@ -14,7 +14,7 @@ from mpitrain.data.sources.base import ArraySource, Selection, Source, SourceOpt
 from mpitrain.data.sources.files import load_npz, npy_source, npz_source
 from mpitrain.data.sources.python import Stream, as_source, looks_like_python, python_source
 from mpitrain.errors import UsageError
-from mpitrain.system.outside import find_files
+from mpitrain.system.files.outside import find_files
 
 EXAMPLES = {"digits": examples.digits, "topics": examples.topics}
 KINDS = {".npy": "npy", ".npz": "npz", ".csv": "CSV", ".csv.gz": "CSV", ".parquet": "Parquet", ".tar": "tar"}

@@ -31,7 +31,7 @@ from mpitrain.data.format.columns import (
 from mpitrain.data.read.order import SPLIT, IntArray, Order, permutation
 from mpitrain.data.sources.noted import Noted
 from mpitrain.errors import DataError, UsageError
-from mpitrain.system.outside import MAX_GIB, Trust
+from mpitrain.system.files.outside import MAX_GIB, Trust
 
 MIXED_BYTES = 4 << 30  # a source up to this size is permuted as a whole, a larger one in blocks
 BLOCK_BYTES, WINDOW_BYTES = 1 << 20, 1 << 30

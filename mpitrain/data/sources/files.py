@@ -19,7 +19,7 @@ from numpy.lib import format as npy_format
 from mpitrain.data.format.columns import Array
 from mpitrain.data.sources.base import ArraySource, Selection, SourceOptions
 from mpitrain.errors import UsageError
-from mpitrain.system.outside import CAREFUL, Trust, check_regular, check_size, open_regular, reading
+from mpitrain.system.files.outside import CAREFUL, Trust, check_regular, check_size, open_regular, reading
 
 MAX_HEADER_BYTES = 10_000  # numpy's own limit
 MAX_DEFLATE_RATIO = 1032

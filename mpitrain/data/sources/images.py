@@ -20,7 +20,7 @@ from mpitrain.data.sources.base import Source, SourceOptions, file_fingerprint
 from mpitrain.data.sources.noted import Noted
 from mpitrain.data.sources.pixels import decode, look_at_headers
 from mpitrain.errors import DataError, UsageError
-from mpitrain.system.outside import check_inside, check_regular, open_regular
+from mpitrain.system.files.outside import check_inside, check_regular, open_regular
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 OTHERS = (

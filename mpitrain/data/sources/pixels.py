@@ -18,7 +18,7 @@ from mpitrain.data.format.columns import Array
 from mpitrain.data.sources.base import LOSSES, SourceOptions
 from mpitrain.data.sources.noted import Noted
 from mpitrain.errors import DataError, UsageError
-from mpitrain.system.outside import check_size, gib, reading
+from mpitrain.system.files.outside import check_size, gib, reading
 
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")  # Pillow would start Ghostscript for an EPS
 NUMBERS = {

@@ -29,8 +29,8 @@ from mpitrain.data.format.columns import (
 from mpitrain.data.read.order import IntArray
 from mpitrain.data.sources.base import ArraySource, Source, content_digest
 from mpitrain.errors import DataError, UsageError
-from mpitrain.system.outside import at_home
-from mpitrain.system.user_module import run_file
+from mpitrain.system.files.outside import at_home
+from mpitrain.system.files.user_module import run_file
 
 PROBES = 64  # samples looked at to learn what they are like
 STREAM_BATCH = 64

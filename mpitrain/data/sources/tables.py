@@ -18,7 +18,7 @@ from mpitrain.data.format.columns import Column, Columns, Ragged, check_columns,
 from mpitrain.data.read.order import IntArray
 from mpitrain.data.sources.base import ArraySource, Selection, Source, SourceOptions, file_fingerprint
 from mpitrain.errors import DataError, UsageError
-from mpitrain.system.outside import LARGER, check_regular, check_size, gib, open_regular, reading
+from mpitrain.system.files.outside import LARGER, check_regular, check_size, gib, open_regular, reading
 
 WINDOW_BYTES = 512 << 20
 WRITE_PARQUET = "write it anew with pyarrow or pandas"

@@ -26,7 +26,7 @@ from mpitrain.data.sources.images import VERSION, images_column, is_image
 from mpitrain.data.sources.noted import Noted
 from mpitrain.data.sources.pixels import look_at_headers
 from mpitrain.errors import DataError, UsageError
-from mpitrain.system.outside import Trust, open_regular, reading
+from mpitrain.system.files.outside import Trust, open_regular, reading
 
 NUMBERS = ("cls", "index", "id")
 PICKLED = ("pyd", "pickle", "pkl", "pth", "pt")

@@ -20,7 +20,7 @@ from mpitrain.data.format.manifest import NAME, Manifest, file_sha256, specs_to_
 from mpitrain.data.read.shard_files import ShardFiles
 from mpitrain.data.write.ranks import ALONE, Ranks
 from mpitrain.errors import DataError
-from mpitrain.system.outside import CAREFUL, Trust, at_home, check_inside, check_size, find_files
+from mpitrain.system.files.outside import CAREFUL, Trust, at_home, check_inside, check_size, find_files
 
 CHUNK_RANGE = (
     256 << 10,

@@ -13,7 +13,7 @@ from mpitrain.data.format.manifest import Manifest
 from mpitrain.data.preflight import look
 from mpitrain.data.read.chunk_cache import slots_for
 from mpitrain.data.read.shards import Shards
-from mpitrain.system.outside import CAREFUL, Trust, at_home
+from mpitrain.system.files.outside import CAREFUL, Trust, at_home
 
 MAX_FILES = 20
 

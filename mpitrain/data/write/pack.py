@@ -40,8 +40,8 @@ from mpitrain.data.write.ranks import ALONE, Ranks
 from mpitrain.data.write.shard_file import ShardFile
 from mpitrain.data.write.writer import ShardWriter
 from mpitrain.errors import DataError, UsageError
-from mpitrain.system.atomic import replacing, write_all
-from mpitrain.system.outside import at_home, read_json
+from mpitrain.system.files.atomic import replacing, write_all
+from mpitrain.system.files.outside import at_home, read_json
 
 LOOKING_S = 3.0  # for what would end packing late
 Say = Callable[[str], None]

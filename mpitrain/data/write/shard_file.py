@@ -38,7 +38,7 @@ from mpitrain.data.format.layout import (
     VARIABLE_SCHEMA,
 )
 from mpitrain.data.read.order import IntArray
-from mpitrain.system.atomic import Sink, explained, open_partial, partial_of, publish
+from mpitrain.system.files.atomic import Sink, explained, open_partial, partial_of, publish
 
 ENTRY_CHUNK_BYTES = 64 << 10  # of a variable array: each run begins a chunk, so half of one is lost a run
 

@@ -30,7 +30,7 @@ from mpitrain.data.read.order import IntArray
 from mpitrain.data.write.ranks import ALONE, Ranks
 from mpitrain.data.write.shard_file import ShardFile
 from mpitrain.errors import UsageError
-from mpitrain.system.outside import at_home
+from mpitrain.system.files.outside import at_home
 
 SHARD_BYTES = 256 << 20
 MAX_CHUNK_BYTES = (1 << 32) - 1  # HDF5's own limit

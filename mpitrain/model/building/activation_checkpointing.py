@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpitrain.errors import UsageError
-from mpitrain.system.outside import choose_names
+from mpitrain.system.files.outside import choose_names
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from mpitrain.errors import UsageError
 from mpitrain.model.building.activation_checkpointing import layers
-from mpitrain.system.outside import choose_names
+from mpitrain.system.files.outside import choose_names
 
 
 def units(module: nn.Module) -> list[nn.Module]:

@@ -30,8 +30,9 @@ from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.faults.agreement import agree, revoke
 from mpitrain.mpi.faults.error_report import RankInfo, class_of, report
 from mpitrain.mpi.faults.errors import is_lost_peer
-from mpitrain.system import processes, rank_status
-from mpitrain.system.error_record import exit_code, is_interrupt
+from mpitrain.system import processes
+from mpitrain.system.files.error_record import exit_code, is_interrupt
+from mpitrain.system.launched import rank_status
 from mpitrain.system.saying import flush, tell
 
 _ALARM_S = 10

@@ -25,9 +25,9 @@ from mpitrain.errors import (
 )
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.faults.errors import CalledOffError, is_lost_peer
-from mpitrain.system import rank_status
-from mpitrain.system.error_record import is_interrupt, write_record
-from mpitrain.system.folders import make_private
+from mpitrain.system.files.error_record import is_interrupt, write_record
+from mpitrain.system.files.folders import make_private
+from mpitrain.system.launched import rank_status
 from mpitrain.system.saying import flush
 from mpitrain.system.tracebacks import own_part
 

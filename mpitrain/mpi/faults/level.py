@@ -5,7 +5,7 @@ standard library, because it is asked before MPI is started.
 import os
 from collections.abc import Mapping
 
-from mpitrain.system.launch_variables import HYDRA_VARIABLES
+from mpitrain.system.launched.launch_variables import HYDRA_VARIABLES
 
 _KIN = ("MPICH", "Intel(R) MPI", "MVAPICH")  # names in the library's own version text
 

@@ -19,8 +19,8 @@ from mpitrain.search.bench.runs import folder_name, measured, simulated
 from mpitrain.search.bench.settings import Request, Setting, in_turns, load
 from mpitrain.search.bench.summary import main_metric, summed_up, verdicts, with_efficiency
 from mpitrain.search.bench.text import bench_text
-from mpitrain.system.atomic import check_output, write_whole
-from mpitrain.system.folders import make_private
+from mpitrain.system.files.atomic import check_output, write_whole
+from mpitrain.system.files.folders import make_private
 from mpitrain.system.saying import tell
 
 BENCH_SCHEMA = 1

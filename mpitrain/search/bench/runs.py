@@ -22,7 +22,7 @@ from mpitrain.search.bench.settings import Request, Setting
 from mpitrain.simulation.comparison import Comparison
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.placement import assign_workers
-from mpitrain.system.run_directory import read_json
+from mpitrain.system.files.run_directory import read_json
 from mpitrain.system.saying import say
 from mpitrain.values import parse
 from mpitrain.virtual import ComputeLaw, NetworkLaw

@@ -30,7 +30,7 @@ from mpitrain.search.sweep.journal import Dealer, Sweep
 from mpitrain.search.sweep.local import Dealt, deal_locally, default_parallel
 from mpitrain.search.sweep.plan import Plan, differing
 from mpitrain.search.sweep.proposals import Proposals
-from mpitrain.system.atomic import check_output, write_whole
+from mpitrain.system.files.atomic import check_output, write_whole
 from mpitrain.system.saying import hand_out, say, tell
 
 SHOWN = 10  # best configurations in the summary

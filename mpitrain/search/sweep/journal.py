@@ -28,10 +28,10 @@ from typing import Any
 from mpitrain.errors import OutputError, UsageError
 from mpitrain.search.sweep.deal import Ended, Records, Task
 from mpitrain.search.sweep.plan import Plan, plan_from
-from mpitrain.system.atomic import sync_directory, write_durable
-from mpitrain.system.folders import make_private
-from mpitrain.system.run_directory import read_json
-from mpitrain.system.run_lock import LOCK_FILE, QUIET_S, RunLock, holder_lives
+from mpitrain.system.files.atomic import sync_directory, write_durable
+from mpitrain.system.files.folders import make_private
+from mpitrain.system.files.run_directory import read_json
+from mpitrain.system.files.run_lock import LOCK_FILE, QUIET_S, RunLock, holder_lives
 
 PLAN_FILE, JOURNAL_FILE = "sweep.json", "journal.jsonl"
 CLAIMS, DEALERS, LOGS, PROPOSALS = "claims", "dealers", "logs", "proposals"

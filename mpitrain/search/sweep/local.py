@@ -24,7 +24,7 @@ from mpitrain.search.sweep.deal import Task
 from mpitrain.search.sweep.journal import Dealer, Sweep
 from mpitrain.search.sweep.runs import Proposer, Work
 from mpitrain.system import background
-from mpitrain.system.launch_variables import usable_cores
+from mpitrain.system.launched.launch_variables import usable_cores
 from mpitrain.system.processes import identity
 
 _LOOK_EVERY_S = 0.2

@@ -29,9 +29,9 @@ from mpitrain.search.sweep.deal import (
 )
 from mpitrain.search.sweep.journal import Dealer, Options, Sweep
 from mpitrain.search.sweep.plan import Configuration
+from mpitrain.system.files.run_directory import read_json
+from mpitrain.system.files.run_lock import holder_lives
 from mpitrain.system.processes import runs
-from mpitrain.system.run_directory import read_json
-from mpitrain.system.run_lock import holder_lives
 
 LOOK_EVERY_S = 0.2
 _STATUS = {

@@ -22,8 +22,8 @@ from mpitrain.strategies.checkpoint_policy import Cadence, CheckpointPolicy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.part_names import own_part
 from mpitrain.training import signals
-from mpitrain.training.resume import make_checkpoint_writer, read_own_part, restoring
-from mpitrain.training.resume_options import same_codec
+from mpitrain.training.resuming.resume import make_checkpoint_writer, read_own_part, restoring
+from mpitrain.training.resuming.resume_options import same_codec
 from mpitrain.training.schedule import go_on, report_end_of
 from mpitrain.training.session import Session
 from mpitrain.values import parse

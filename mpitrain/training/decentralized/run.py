@@ -20,11 +20,9 @@ from mpitrain.roles.peer import Peer
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.features import MPI, why_not
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
-from mpitrain.system.ranks import Ranks
+from mpitrain.system.launched.ranks import Ranks
 from mpitrain.training.decentralized.builder import Fetch, PeerBuilder
 from mpitrain.training.decentralized.checkpoints import begin, make_checkpoints
-from mpitrain.training.deliver import save_final
-from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import (
     Meter,
     compute_thread,
@@ -32,12 +30,14 @@ from mpitrain.training.measure import (
     pick_device,
     share_module,
 )
-from mpitrain.training.measured_elsewhere import MeasuredByPeers
 from mpitrain.training.outcome import RunOutcome
-from mpitrain.training.resume import about_run, check
-from mpitrain.training.resume_options import describe_optimizer
+from mpitrain.training.resuming.initial_weights import build_on_ranks
+from mpitrain.training.resuming.resume import about_run, check
+from mpitrain.training.resuming.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
-from mpitrain.training.validation import make_measure
+from mpitrain.training.trained.deliver import save_final
+from mpitrain.training.validations.measured_elsewhere import MeasuredByPeers
+from mpitrain.training.validations.validation import make_measure
 
 
 def _flat(module: nn.Module, optimizer: Optimizer, strategy: Decentralized) -> FlatModel:

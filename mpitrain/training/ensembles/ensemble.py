@@ -26,12 +26,12 @@ from mpitrain.training.agree import attempt
 from mpitrain.training.ensembles import saved, soups
 from mpitrain.training.ensembles.combine import HOWS, Ensemble, find_class_dim
 from mpitrain.training.ensembles.elsewhere import exchange_over
+from mpitrain.training.ensembles.held_out import measured_of, source_of
 from mpitrain.training.ensembles.members import choice_of, choose_members
-from mpitrain.training.fingerprint import file_digest
-from mpitrain.training.held_out import measured_of, source_of
 from mpitrain.training.measure import MODEL_FILE, pick_device, save_model
+from mpitrain.training.resuming.fingerprint import file_digest
 from mpitrain.training.trained_model import FILES, load_with_job
-from mpitrain.training.validation import Measure
+from mpitrain.training.validations.validation import Measure
 from mpitrain.values import nearest
 
 if TYPE_CHECKING:

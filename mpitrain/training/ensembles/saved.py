@@ -22,9 +22,9 @@ from torch import nn
 from mpitrain.errors import EXIT_OK, UsageError
 from mpitrain.job import Job
 from mpitrain.reporting.report import RESULT_SCHEMA, write_json, writing
-from mpitrain.system.atomic import check_output
-from mpitrain.system.folders import make_private
-from mpitrain.system.run_directory import RUN_FILE, read_json
+from mpitrain.system.files.atomic import check_output
+from mpitrain.system.files.folders import make_private
+from mpitrain.system.files.run_directory import RUN_FILE, read_json
 from mpitrain.training.ensembles.combine import HOWS, Ensemble
 from mpitrain.training.measure import MODEL_FILE
 

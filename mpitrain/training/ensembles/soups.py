@@ -20,8 +20,8 @@ from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.gradient.user_code import Checked
 from mpitrain.reporting.targets import Choice
-from mpitrain.training.initial_weights import MOST_NAMES
-from mpitrain.training.validation import LEAST_BATCH
+from mpitrain.training.resuming.initial_weights import MOST_NAMES
+from mpitrain.training.validations.validation import LEAST_BATCH
 
 SOUPS = ("uniform", "greedy")
 MOST_SAMPLES = 16384  # of the training data, for running statistics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpitrain.errors import UsageError
-from mpitrain.system.launch_variables import launched_task
+from mpitrain.system.launched.launch_variables import launched_task
 
 
 def check_launch(num_threads: int) -> None:

@@ -28,9 +28,10 @@ from mpitrain.job.asked import check
 from mpitrain.mpi.allreduce_plan import Plan
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.features import THREADS
-from mpitrain.system import background, rank_status
-from mpitrain.system.error_record import exit_code, write_record
-from mpitrain.system.launch_variables import node_name
+from mpitrain.system import background
+from mpitrain.system.files.error_record import exit_code, write_record
+from mpitrain.system.launched import rank_status
+from mpitrain.system.launched.launch_variables import node_name
 from mpitrain.system.saying import flush, tell
 from mpitrain.system.tracebacks import own_part
 from mpitrain.threads.draws import Draws

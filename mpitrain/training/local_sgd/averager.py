@@ -22,7 +22,7 @@ from mpitrain.model.wire.flat import trainable
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.local_sgd.means import Means
 from mpitrain.training.synchronous.collectives import GroupCollectives
-from mpitrain.training.validation import Part
+from mpitrain.training.validations.validation import Part
 
 
 class Ask(NamedTuple):

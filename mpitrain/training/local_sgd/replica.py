@@ -20,7 +20,7 @@ from mpitrain.model.recipe import Recipe
 from mpitrain.strategies.sampling.step_partition import StepTurn
 from mpitrain.training.local_sgd.averager import Ask, Asking, Averager
 from mpitrain.training.synchronous.stepper import Parts, Stepper
-from mpitrain.training.validation import Measure, Part, holding
+from mpitrain.training.validations.validation import Measure, Part, holding
 
 
 class LocalReplica(Stepper):

@@ -14,14 +14,14 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.local_sgd.averager import Ask, Averager
 from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.outcome import RunOutcome
-from mpitrain.training.resume_options import describe_optimizer
+from mpitrain.training.resuming.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints
 from mpitrain.training.synchronous.ddp import ParallelModule
 from mpitrain.training.synchronous.launch import run_synchronous
 from mpitrain.training.synchronous.recovery_state import RecoveryState
 from mpitrain.training.synchronous.trainer import CopyingTrainer
-from mpitrain.training.validation_parts import gather_parts
+from mpitrain.training.validations.validation_parts import gather_parts
 
 
 def run_local_sgd(session: Session) -> RunOutcome:

@@ -23,7 +23,7 @@ from mpitrain.training.model_parallel.state_shards import local
 from mpitrain.training.recipe import recipe_of_steps
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.stepper import Stepper
-from mpitrain.training.validation import Part, metrics_of
+from mpitrain.training.validations.validation import Part, metrics_of
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime

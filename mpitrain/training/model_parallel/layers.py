@@ -22,8 +22,8 @@ from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 from mpitrain.strategies.features import MPI, why_not
 from mpitrain.system.memory import available_bytes, give_large_blocks_back
 from mpitrain.training.agree import attempt
-from mpitrain.training.initial_weights import RandomNumbers, WeightsFile, start_from
 from mpitrain.training.measure import build_module
+from mpitrain.training.resuming.initial_weights import RandomNumbers, WeightsFile, start_from
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime

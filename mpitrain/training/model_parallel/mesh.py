@@ -27,8 +27,8 @@ from mpitrain.training.model_parallel.state_shards import local, whole_tensor
 from mpitrain.training.model_parallel.whole_matrices import check_muon, whole_matrices
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.stepper import Batch
-from mpitrain.training.validation import Part, batches_of, losses_of, observe, open_validation
-from mpitrain.training.validation_parts import buffers_of_first
+from mpitrain.training.validations.validation import Part, batches_of, losses_of, observe, open_validation
+from mpitrain.training.validations.validation_parts import buffers_of_first
 
 
 class MeshStepper(SplitStepper):

@@ -38,11 +38,11 @@ from mpitrain.training.model_parallel.loss_proxy import call_with_output, model_
 from mpitrain.training.model_parallel.stage_forward import StageForward
 from mpitrain.training.model_parallel.trainer import train_split
 from mpitrain.training.outcome import RunOutcome
-from mpitrain.training.resume_options import describe_optimizer
+from mpitrain.training.resuming.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.ddp import data_parallel
 from mpitrain.training.synchronous.stepper import Batch, Parts
-from mpitrain.training.validation import Part, batches_of, holding, observe, open_validation
+from mpitrain.training.validations.validation import Part, batches_of, holding, observe, open_validation
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 

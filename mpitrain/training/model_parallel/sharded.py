@@ -22,7 +22,7 @@ from mpitrain.training.model_parallel.layers import build_by_layers
 from mpitrain.training.model_parallel.mesh import MeshStepper
 from mpitrain.training.model_parallel.trainer import train_split
 from mpitrain.training.outcome import RunOutcome
-from mpitrain.training.resume_options import describe_optimizer
+from mpitrain.training.resuming.resume_options import describe_optimizer
 from mpitrain.training.session import Session
 
 

@@ -24,7 +24,7 @@ from mpitrain.training.model_parallel.mesh import MeshStepper
 from mpitrain.training.model_parallel.sharded import shard_module
 from mpitrain.training.model_parallel.trainer import train_split
 from mpitrain.training.outcome import RunOutcome
-from mpitrain.training.resume_options import describe_optimizer
+from mpitrain.training.resuming.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 
 

@@ -19,7 +19,6 @@ from mpitrain.errors import OutputError
 from mpitrain.job import EMA_PREFIX
 from mpitrain.model.in_place import held_alike
 from mpitrain.reporting.targets import check_targets
-from mpitrain.training.judge import divergence
 from mpitrain.training.measure import save_one_by_one
 from mpitrain.training.model_parallel.base import SplitStepper
 from mpitrain.training.model_parallel.state_shards import local, restore_shards, take_shards
@@ -29,8 +28,9 @@ from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints
 from mpitrain.training.synchronous.trainer import Trainer
-from mpitrain.training.validation import conclude
-from mpitrain.training.validation_parts import gather_parts
+from mpitrain.training.validations.judge import divergence
+from mpitrain.training.validations.validation import conclude
+from mpitrain.training.validations.validation_parts import gather_parts
 
 
 def train_split(

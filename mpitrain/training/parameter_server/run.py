@@ -32,12 +32,9 @@ from mpitrain.roles.server.resharding import num_row_pieces, processed_by, resha
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.schedules import Pace
 from mpitrain.strategies.ticks import Law
-from mpitrain.system.ranks import Ends
+from mpitrain.system.launched.ranks import Ends
 from mpitrain.training import signals
-from mpitrain.training.averaged_model import join_parts, save_part
-from mpitrain.training.deliver import save_final
 from mpitrain.training.fault_tolerance import survives
-from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import (
     Meter,
     compute_thread,
@@ -45,18 +42,27 @@ from mpitrain.training.measure import (
     pick_device,
     share_module,
 )
-from mpitrain.training.measured_tables import measured_by_workers
 from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.parameter_server.builder import AnyStore, RoleBuilder
 from mpitrain.training.parameter_server.emergency_state import shard_writer, worker_writer
 from mpitrain.training.parameter_server.run_role import heartbeat_s, run_role
-from mpitrain.training.resume import about_run, check, make_checkpoint_writer, read_own_part, restoring
-from mpitrain.training.resume_options import describe_optimizer, same_codec
+from mpitrain.training.resuming.initial_weights import build_on_ranks
+from mpitrain.training.resuming.resume import (
+    about_run,
+    check,
+    make_checkpoint_writer,
+    read_own_part,
+    restoring,
+)
+from mpitrain.training.resuming.resume_options import describe_optimizer, same_codec
 from mpitrain.training.roads import dense_tables, make_dense
 from mpitrain.training.schedule import go_on, report_end_of
 from mpitrain.training.served_tables import save_tables
 from mpitrain.training.session import Session, attempt
-from mpitrain.training.validation import make_measure
+from mpitrain.training.trained.deliver import save_final
+from mpitrain.training.validations.averaged_model import join_parts, save_part
+from mpitrain.training.validations.measured_tables import measured_by_workers
+from mpitrain.training.validations.validation import make_measure
 
 # The counts of the dealing server's shard that stand for the whole run; every shard's own counts are under "ranks".
 _SHOWN = (

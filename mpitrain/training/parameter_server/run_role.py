@@ -14,7 +14,7 @@ from mpitrain.errors import EvictedError, LostRankError
 from mpitrain.roles.bundles import bundled
 from mpitrain.roles.failure_detector.silence import MID_SILENCE_S
 from mpitrain.roles.failure_detector.worker_side import report_failure
-from mpitrain.system.ranks import Ends
+from mpitrain.system.launched.ranks import Ends
 from mpitrain.training.session import Session
 
 

@@ -11,8 +11,8 @@ import json
 
 from mpitrain.mpi.allreduce_plan import AUTO
 from mpitrain.reporting.report import write_json
+from mpitrain.system.files.run_directory import RUN_FILE
 from mpitrain.system.optional import optional
-from mpitrain.system.run_directory import RUN_FILE
 from mpitrain.training.session import Session
 
 

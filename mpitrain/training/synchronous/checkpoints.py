@@ -21,7 +21,13 @@ from mpitrain.strategies.checkpoint_policy import Cadence
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.part_names import own_part
 from mpitrain.training import signals
-from mpitrain.training.resume import about_run, check, make_checkpoint_writer, read_own_part, restoring
+from mpitrain.training.resuming.resume import (
+    about_run,
+    check,
+    make_checkpoint_writer,
+    read_own_part,
+    restoring,
+)
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.collectives import GroupCollectives
 from mpitrain.training.watchdog.emergency import Emergency, Guard, KeptBuffers, Taken, refuse_devices

@@ -11,9 +11,9 @@ from torch import nn
 from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.wire.codec_registry import check_optimizer
 from mpitrain.training.fault_tolerance import survives
-from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import pick_device, share_module
 from mpitrain.training.outcome import RunOutcome
+from mpitrain.training.resuming.initial_weights import build_on_ranks
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.joint_steps import JointTrainer

@@ -25,8 +25,6 @@ from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.roles.step_worker import StepReplica, StepWorker
 from mpitrain.strategies.sampling.step_partition import StepCourse, StepPartition, StepTurn
 from mpitrain.system import trace
-from mpitrain.training.averaged_model import EMA_MODEL_FILE
-from mpitrain.training.judge import divergence
 from mpitrain.training.measure import (
     MODEL_FILE,
     Meter,
@@ -36,8 +34,8 @@ from mpitrain.training.measure import (
 from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.recipe import recipe_of_steps
 from mpitrain.training.replica_guard import ReplicaGuard
-from mpitrain.training.resume import restoring
-from mpitrain.training.resume_options import describe_optimizer, same_codec
+from mpitrain.training.resuming.resume import restoring
+from mpitrain.training.resuming.resume_options import describe_optimizer, same_codec
 from mpitrain.training.schedule import go_on, report_end_of
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints, copied
@@ -47,8 +45,10 @@ from mpitrain.training.synchronous.ddp import ParallelModule
 from mpitrain.training.synchronous.injected_delay import InjectedDelay
 from mpitrain.training.synchronous.recovery_state import RecoveryState
 from mpitrain.training.synchronous.stepper import Parts, Stepper
-from mpitrain.training.validation import Measure, make_measure
-from mpitrain.training.validation_parts import measure_together
+from mpitrain.training.validations.averaged_model import EMA_MODEL_FILE
+from mpitrain.training.validations.judge import divergence
+from mpitrain.training.validations.validation import Measure, make_measure
+from mpitrain.training.validations.validation_parts import measure_together
 
 
 class Trainer:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain.system import awake
-from mpitrain.system.atomic import write_whole
-from mpitrain.system.folders import make_private
+from mpitrain.system.files.atomic import write_whole
+from mpitrain.system.files.folders import make_private
 
 FOLDER = "stacks"
 LOOK_EVERY_S = 0.05

@@ -22,7 +22,7 @@ from mpitrain.checkpoint import CheckpointWriter
 from mpitrain.checkpoint.parts import FIRST, folder_of, verify
 from mpitrain.errors import CheckpointError
 from mpitrain.system import awake
-from mpitrain.system.part_places import is_there
+from mpitrain.system.files.part_places import is_there
 from mpitrain.training.watchdog.alarm_files import LOOK_EVERY_S, Alarm, EmergencyCheckpoint
 
 HOLD_S = 5.0  # longest change of a rank that is not stuck in it, on a machine that is busy

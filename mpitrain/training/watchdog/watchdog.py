@@ -29,7 +29,7 @@ from mpitrain.reporting.rows import METRICS_FILE
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.placement import Roles
 from mpitrain.system import background
-from mpitrain.system.folders import make_private
+from mpitrain.system.files.folders import make_private
 from mpitrain.system.optional import optional
 from mpitrain.system.processes import place, send_signal
 from mpitrain.system.saying import tell
@@ -38,7 +38,7 @@ from mpitrain.training.watchdog.emergency import Emergency
 from mpitrain.training.watchdog.liveness import LivenessCheck
 
 if TYPE_CHECKING:
-    from mpitrain.system.ranks import Ranks
+    from mpitrain.system.launched.ranks import Ranks
 
 PATIENCE = 4
 LOOK_EVERY_S = 2.0

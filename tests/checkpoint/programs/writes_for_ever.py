@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from mpitrain.checkpoint.parts import folder_of, write_part
-from mpitrain.system.run_directory import Identity
+from mpitrain.system.files.run_directory import Identity
 
 run_dir, ours = Path(sys.argv[1]), Identity("run", "attempt")
 print("ready", flush=True)

@@ -5,7 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-from mpitrain.system.launch_variables import launched_rank
+from mpitrain.system.launched.launch_variables import launched_rank
 
 NODES = "aaaabbb"
 os.environ["SLURMD_NODENAME"] = NODES[launched_rank()]

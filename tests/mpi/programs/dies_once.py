@@ -4,7 +4,7 @@ import os
 import signal
 from pathlib import Path
 
-from mpitrain.system.launch_variables import launched_rank
+from mpitrain.system.launched.launch_variables import launched_rank
 from tests import toy
 
 died = Path(os.environ["DIED"])

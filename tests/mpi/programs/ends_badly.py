@@ -117,7 +117,7 @@ def on_the_last_rank() -> None:
 
 def by_an_interrupt() -> None:
     """An interrupt in the middle of C++ code is not raised as what it is."""
-    from mpitrain.system.error_record import exit_code
+    from mpitrain.system.files.error_record import exit_code
 
     try:
         try:

@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from mpitrain.system.launch_variables import launched_rank
+from mpitrain.system.launched.launch_variables import launched_rank
 from tests import toy
 
 

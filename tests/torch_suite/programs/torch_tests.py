@@ -26,7 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpitrain.system.launch_variables import launched_rank, launched_size
+from mpitrain.system.launched.launch_variables import launched_rank, launched_size
 from tests.torch_suite.table import FAIL, PASS, SKIP
 
 ASKS_FOR_THE_NAME = "test_get_backend"  # of the backend that the group has

@@ -6,7 +6,7 @@ import ctypes
 import sys
 import time
 
-from mpitrain.system import end_requests
+from mpitrain.system.launched import end_requests
 from mpitrain.training import signals
 
 end_requests.AGAIN_S = signals.AGAIN_S = float(sys.argv[1])

@@ -1,0 +1,1 @@
+"""Logs that other programs read."""

@@ -1,0 +1,1 @@
+"""Ranks, replicas and codecs that share one process in virtual time."""

@@ -1,0 +1,1 @@
+"""Files and folders: what is written whole, run directories and their locks."""

@@ -1,0 +1,1 @@
+"""What a run goes on from, and whether it may."""

@@ -1,0 +1,66 @@
+"""Which checkpoint a run goes on from.
+
+Invariants: rank 0 looks for the newest checkpoint that verifies and broadcasts which one it is, so all ranks go on from
+the same one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpitrain.checkpoint import Checkpoint
+from mpitrain.checkpoint.parts import candidates, damage, nothing_verifies
+from mpitrain.errors import CheckpointError
+from mpitrain.system.files.run_directory import Identity, samples_of
+from mpitrain.training.agree import attempt
+
+if TYPE_CHECKING:
+    from mpitrain.system.launched.ranks import Ranks
+
+
+def find(runtime: Ranks, source: Path | None) -> Checkpoint | None:
+    """The newest checkpoint under `source` that verifies, on all ranks; None where none was ever finished. Collective:
+    rank 0 names one whose parts are all there, and every rank looks at the tensors of some of them.
+
+    Args:
+        source: a run directory, of which only rank 0's counts; None: begin anew.
+
+    Raises:
+        AgreedError: there are checkpoints, and none verifies; or the newest is of another version.
+    """
+    refused: list[CheckpointError] = []
+    named = candidates(source, refused) if source is not None and runtime.rank == 0 else iter(())
+    while True:
+        found = broadcast(runtime, attempt(runtime, lambda: next(named, None)))
+        if found is None:
+            break
+        mine = damage(found.folder, found.parts[runtime.rank :: runtime.size])
+        damaged = [text for texts in runtime.allgather(mine) for text in texts]
+        if not damaged:
+            return found._replace(refused=tuple(map(str, refused)))
+        refused += map(CheckpointError, damaged)
+    attempt(runtime, lambda: nothing_verifies(source, refused) if source and runtime.rank == 0 else None)
+    return None
+
+
+def broadcast(runtime: Ranks, found: Checkpoint | None) -> Checkpoint | None:
+    """What rank 0 has found, on all ranks."""
+    values = runtime.broadcast(None if found is None else [str(found.folder.resolve()), *found[1:]])
+    if values is None:
+        return None
+    folder, checkpoint_at, parts, about, identity, refused = values
+    return Checkpoint(Path(folder), checkpoint_at, tuple(parts), about, Identity(*identity), tuple(refused))
+
+
+def identify(found: Checkpoint | None, run: str, attempt_id: str) -> Identity:
+    """Of a run and a start of it that begins from `found`."""
+    if found is None:
+        return Identity(run, attempt_id)
+    source = {
+        "run": found.identity.run,
+        "attempt": found.identity.attempt,
+        "checkpoint_at": found.checkpoint_at,
+        "samples": samples_of(found.folder),
+    }
+    return Identity(run, attempt_id, source)

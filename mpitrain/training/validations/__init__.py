@@ -1,0 +1,1 @@
+"""Validations: what is measured, on whose parameters, and what becomes of it."""
