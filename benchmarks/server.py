@@ -30,6 +30,7 @@ from common import machine, make_parser, median_ratio, table, write_row
 from torch import nn
 
 from mpitrain.model import FlatModel, ShardStore
+from mpitrain.model.recipe import GradientRule
 from mpitrain.model.replicas.worker_replica import Gradient, Replica
 from mpitrain.mpi.runtime import start
 from mpitrain.mpi.world import MpiWorld
@@ -93,7 +94,7 @@ class Ours:
     def __init__(self, numel, servers):
         self.servers = servers
         self.module, _, flat = flat_model(numel, len(servers))
-        self.replica = Ready(flat, None, None, None, 0, DRIVER)
+        self.replica = Ready(flat, GradientRule(), None, DRIVER)
         self.world = MpiWorld(
             runtime.engine, servers, lambda source, kind: flat.buffer_for(servers.index(source), final=True)
         )

@@ -117,7 +117,7 @@ def run_gloo(job, inject, group):
     """The same training by torch's DDP over gloo; figures on the lowest worker, what it slept on each."""
     worker, began_s = runtime.rank - 1, time.monotonic()
     module, optimizer = build(job, None, torch.device("cpu"))
-    delay = InjectedDelay(Straggler(read([inject]), worker, job.seed), module.parameters())
+    delay = InjectedDelay(Straggler(read([inject]), worker, job.seed), module.parameters(), runtime.fail)
     parallel = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
     catalogue = job.data.scan()
     batch = job.batch_size * WORKERS
@@ -138,7 +138,7 @@ def run_gloo(job, inject, group):
                 optimizer.step()
                 samples, steps = samples + count, steps + 1
                 meter.progress(samples, steps, epoch + 1, float(loss.detach()))
-                delay.take()
+                delay.sleep_after_step()
             if worker == 0:
                 marks.append((time.monotonic() - began_s, measure()["accuracy"]))
     counts = {"steps": steps, "accepted": steps * WORKERS, "late": 0, "staleness_mean": 0.0}
