@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from typing import Any
 
 from mpitrain.cli.common.ranks import with_ranks
-from mpitrain.errors import EXIT_OK
+from mpitrain.errors import EXIT_OK, DataError
 from mpitrain.system.launched.launch_variables import launched_rank
 from mpitrain.system.number_texts import fraction, natural, number, positive
 from mpitrain.system.saying import say
@@ -234,8 +235,6 @@ def run_pack(arguments: argparse.Namespace) -> int:
 
 
 def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
-    import sys
-
     from mpitrain.data.sources import SourceOptions, open_source
     from mpitrain.data.write.pack import PackOptions, pack
     from mpitrain.data.write.progress import Pace
@@ -320,11 +319,8 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace, ranks: Any) -> int:
-    import sys
-
     from mpitrain.data.tools.check import check
     from mpitrain.data.write.progress import Pace
-    from mpitrain.errors import DataError
     from mpitrain.reporting.console import Console
     from mpitrain.system.files.outside import Trust
 

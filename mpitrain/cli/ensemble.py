@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +122,6 @@ def run_ensemble(arguments: argparse.Namespace) -> int:
 
 
 def _ensemble(arguments: argparse.Namespace, ranks: Any) -> int:
-    import sys
     from pathlib import Path
 
     from mpitrain.reporting.console import Console

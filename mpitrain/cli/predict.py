@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from mpitrain.cli.common.ranks import with_ranks
@@ -55,8 +56,6 @@ def run_predict(arguments: argparse.Namespace) -> int:
 
 
 def _predict(arguments: argparse.Namespace, ranks: Any) -> int:
-    import sys
-
     from mpitrain.data.write.progress import Pace
     from mpitrain.reporting.console import Console
     from mpitrain.training.trained.predict import predict

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.codecs.base import Codec
+from mpitrain.model.wire.buffers import wire_dtype
+from mpitrain.planning.codec_cost import measure_codec
 from mpitrain.planning.units import break_even
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.system.sizes import size_text
@@ -23,8 +25,6 @@ def describe_allreduce_codec(codec: Codec, module: nn.Module, num_bytes: int, nu
     """A codec on the allreduce of `num` ranks."""
     if codec.is_none:
         return []
-    from mpitrain.planning.codec_cost import measure_codec
-
     cost = measure_codec(codec, module)
     full = 2 * (num - 1) / num * num_bytes
     if codec.averages:
@@ -47,8 +47,6 @@ def describe_server_codecs(strategy: ServerStrategy, module: nn.Module, num_byte
     for what, codec in (("push", strategy.push_codec), ("reply", strategy.reply_codec)):
         if codec.is_none:
             continue
-        from mpitrain.planning.codec_cost import measure_codec
-
         cost = measure_codec(codec, module)
         per_server_s = (cost.decode_s if what == "push" else cost.encode_s) / strategy.servers
         lines += [
@@ -69,9 +67,6 @@ def message_sizes(
     strategy: ServerStrategy, module: nn.Module, numbers: int, dtype: Any
 ) -> tuple[float, float]:
     """Bytes of a worker's push and of a reply, over all shards, for parameters of `dtype`."""
-    from mpitrain.model.wire.buffers import wire_dtype
-    from mpitrain.planning.codec_cost import measure_codec
-
     sizes = []
     for codec, wire in (
         (strategy.push_codec, strategy.push_numbers),

@@ -11,11 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mpitrain.data.format.catalogue import Catalogue
+from mpitrain.data.preflight import look
 from mpitrain.errors import EXIT_OK, UsageError
 from mpitrain.job import Job, Overrides, apply_overrides
+from mpitrain.model import check_optimizer
+from mpitrain.model.building.deferred import Deferred
+from mpitrain.model.wire.flat import make_layout
 from mpitrain.planning.codecs import describe_server_codecs, message_sizes
+from mpitrain.planning.model_parallel import describe_split
 from mpitrain.planning.serverless import describe_serverless
+from mpitrain.planning.tables import describe_reduced, describe_tables
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.placement import Roles, allot, assign
@@ -23,6 +31,10 @@ from mpitrain.system.saying import say
 from mpitrain.system.sizes import size_text
 from mpitrain.system.trace import file_name
 from mpitrain.training.job_file import load_job
+from mpitrain.training.measure import build, build_module, build_optimizer
+from mpitrain.training.resuming.initial_weights import RandomNumbers, start_from
+from mpitrain.training.roads import choose_roads
+from mpitrain.training.validate import validate_run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -101,9 +113,6 @@ def describe(
     Raises:
         UsageError: the run would refuse to start.
     """
-    from mpitrain.planning.model_parallel import describe_split
-    from mpitrain.training.resuming.initial_weights import start_from
-
     assert job.strategy is not None
     nodes = machine.nodes(job.strategy) if machine else block_nodes(num_ranks, num_nodes)
     roles = check_roles(job, overrides, nodes, machine.num_server_nodes if machine else 0)
@@ -136,8 +145,6 @@ def check_roles(job: Job, overrides: Overrides, nodes: tuple[int, ...], num_serv
     Raises:
         UsageError: the run would refuse to start.
     """
-    from mpitrain.training.validate import validate_run
-
     assert job.strategy is not None
     strategy = job.strategy
     roles = assign(nodes, strategy.num_servers(), strategy.placement, num_server_nodes, strategy.aggregates)
@@ -149,12 +156,6 @@ def check_roles(job: Job, overrides: Overrides, nodes: tuple[int, ...], num_serv
 def _build(job: Job, lr: float | None) -> tuple[nn.Module, Any]:
     """The job's module and optimizer; the module of a job that splits it without its large tensors, where that can
     be."""
-    import torch
-
-    from mpitrain.model.building.deferred import Deferred
-    from mpitrain.training.measure import build, build_module, build_optimizer
-    from mpitrain.training.resuming.initial_weights import RandomNumbers
-
     device, random_numbers = torch.device("cpu"), RandomNumbers()
     assert job.strategy is not None
     if job.strategy.splits_model:
@@ -217,8 +218,6 @@ def _data(job: Job, overrides: Overrides, catalogue: Catalogue, roles: Roles) ->
 
 def _seen(job: Job, catalogue: Catalogue) -> list[str]:
     """What the samples are like, and what is surprising about them."""
-    from mpitrain.data.preflight import look
-
     found = [("samples", look(job.data, catalogue))]
     if job.validate is not None and job.validate is not job.data:
         found.append(("validation", look(job.validate, job.validate.scan())))
@@ -240,11 +239,6 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any, catalog
     lines = [f"model       {numbers:,} trainable numbers, {size_text(num_bytes)}"]
     if not roles.servers:
         return lines + describe_serverless(job, module, num_bytes, numbers, len(roles.workers))
-    from mpitrain.model import check_optimizer
-    from mpitrain.model.wire.flat import make_layout
-    from mpitrain.planning.tables import describe_reduced, describe_tables
-    from mpitrain.training.roads import choose_roads
-
     strategy = job.strategy
     assert isinstance(strategy, ServerStrategy)
     check_optimizer(optimizer, strategy)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.job import Job, Overrides
+from mpitrain.model.building.layer_cuts import slices, units
+from mpitrain.model.building.pipeline_stages import split_stages
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
@@ -62,8 +64,6 @@ def _model(strategy: Split, job: Job, grid: Grid, module: nn.Module) -> list[str
 
 
 def _stages(strategy: Pipeline, job: Job, grid: Grid, module: nn.Module) -> Iterator[str]:
-    from mpitrain.model.building.pipeline_stages import split_stages
-
     for index, stage in enumerate(split_stages(module, grid.num_parts, job.stages)):
         yield f"            stage {index}: {stage.num_parameters:,} numbers"
     pieces = f"{strategy.microbatches} pieces of {job.batch_size // strategy.microbatches} samples"
@@ -74,8 +74,6 @@ def _stages(strategy: Pipeline, job: Job, grid: Grid, module: nn.Module) -> Iter
 
 
 def _slices(strategy: TensorParallel, job: Job, grid: Grid, module: nn.Module) -> Iterator[str]:
-    from mpitrain.model.building.layer_cuts import slices
-
     for name, way in slices(module, job.tensor_plan, grid.num_parts).items():
         yield f"            {name}: {way}, 1/{grid.num_parts} per rank"
     yield "messages    an allreduce of activations for each row layer, and of gradients for each column"
@@ -84,8 +82,6 @@ def _slices(strategy: TensorParallel, job: Job, grid: Grid, module: nn.Module) -
 
 
 def _shards(strategy: Sharded, job: Job, grid: Grid, module: nn.Module) -> Iterator[str]:
-    from mpitrain.model.building.layer_cuts import units
-
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     held = num_bytes / grid.num_parts
     yield f"            {held:,.0f} B of parameters per rank in {len(units(module)) + 1} units"

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.errors import EXIT_OK, UsageError
 from mpitrain.job import Job, Overrides, apply_overrides
@@ -27,6 +29,7 @@ from mpitrain.planning.advice import (
     rank,
     virtual_candidates,
 )
+from mpitrain.planning.codecs import message_sizes
 from mpitrain.planning.link_probe import probe_link
 from mpitrain.planning.plan_text import plan_text
 from mpitrain.planning.probe import Probed, Weights, probe, weigh
@@ -359,8 +362,6 @@ _IN_CLOSED_FORM: dict[type[Strategy], Callable[[Any], str]] = {
 
 def setting_of(text: str, module: Any, weights: Weights, runs: VirtualRuns) -> Setting:
     """A strategy's text as what its speed depends on."""
-    from mpitrain.planning.codecs import message_sizes
-
     strategy = parse(text, "strategy")
     assert isinstance(strategy, Strategy)
     if strategy.aggregates:
@@ -375,8 +376,6 @@ def setting_of(text: str, module: Any, weights: Weights, runs: VirtualRuns) -> S
         return Setting(text, kind, period=strategy.period_steps)
     if kind:
         assert isinstance(strategy, ServerStrategy)
-        import torch
-
         push, reply = message_sizes(strategy, module, weights.numbers, torch.float32)
         shares = push / weights.gradients, reply / weights.gradients
         return Setting(text, kind, strategy.num_servers(), strategy.spare, 1, *shares)

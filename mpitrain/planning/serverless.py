@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from mpitrain.codecs.base import Codec
+from mpitrain.codecs.eightbit import EightBit
+from mpitrain.codecs.floats import BFloat16, Float16
 from mpitrain.job import Job
+from mpitrain.model.gradient.sparse_gradients import row_bytes, sparse_layers
+from mpitrain.mpi.process_group.algorithm_choice import index_bytes
+from mpitrain.planning.codec_cost import copy_s, measure_codec
 from mpitrain.planning.codecs import describe_allreduce_codec
 from mpitrain.planning.units import break_even
 from mpitrain.strategies.allreduce import AllReduce
@@ -40,8 +46,6 @@ def describe_serverless(
 def _allreduce(
     strategy: AllReduce, module: nn.Module, num_bytes: int, numbers: int, num_workers: int, step_samples: int
 ) -> list[str]:
-    from mpitrain.model.gradient.sparse_gradients import sparse_layers
-
     tables = sparse_layers(module)
     num_bytes -= sum(table.weight.nbytes for table in tables.values())
     least = size_text(2 * (num_workers - 1) / num_workers * num_bytes)
@@ -53,9 +57,6 @@ def _allreduce(
 
 
 def _touched(name: str, table: torch.Tensor) -> str:
-    from mpitrain.model.gradient.sparse_gradients import row_bytes
-    from mpitrain.mpi.process_group.algorithm_choice import index_bytes
-
     each = f"{index_bytes(table.shape[:1])} + {row_bytes(table)} bytes"
     return f"            and the touched rows of {name}: {each} each of {table.shape[0]:,} ({size_text(table.nbytes)})"
 
@@ -64,11 +65,6 @@ def _local_sgd(
     strategy: LocalSGD, module: nn.Module, num_bytes: int, numbers: int, num_workers: int, step_samples: int
 ) -> list[str]:
     """What local SGD sends, what that costs here, and where allreduce would have hidden it."""
-    from mpitrain.codecs.base import Codec
-    from mpitrain.codecs.eightbit import EightBit
-    from mpitrain.codecs.floats import BFloat16, Float16
-    from mpitrain.planning.codec_cost import copy_s, measure_codec
-
     wide = {"full": num_bytes, "float16": 2 * numbers, "bfloat16": 2 * numbers, "int8": 65 * numbers / 64}
     share = 2 * (num_workers - 1) / num_workers
     sent = share * wide[strategy.wire]
@@ -102,8 +98,6 @@ def _decentralized(
     strategy: Decentralized, module: nn.Module, num_bytes: int, numbers: int, number: int, step_samples: int
 ) -> list[str]:
     """What a peer sends and holds under a decentralised strategy, and whether allreduce would send less."""
-    from mpitrain.planning.codec_cost import measure_codec
-
     cost = None if strategy.codec.is_none else measure_codec(strategy.codec, module)
     message = num_bytes if cost is None else cost.message_bytes
     near = strategy.receivers(0, number, 0)

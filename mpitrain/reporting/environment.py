@@ -13,8 +13,10 @@ import hashlib
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,7 +193,6 @@ def _transport(runtime: Runtime) -> dict[str, Any]:
 
 def git_revision(folder: Path) -> str | None:
     """Commit of the checkout around `folder`, with `+changes` if tracked files differ; `None` outside git."""
-    import subprocess
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(folder), *words]
@@ -227,8 +228,6 @@ def code_places() -> list[str]:
 
 
 def _package_versions(packages: Iterable[str]) -> dict[str, str | None]:
-    from importlib import metadata
-
     versions: dict[str, str | None] = {}
     for package in packages:
         try:

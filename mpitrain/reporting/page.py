@@ -16,6 +16,7 @@ from mpitrain.reporting.html_page import document, figure, table, text
 from mpitrain.reporting.rows import Row, metrics_in
 from mpitrain.reporting.run_files import RunFiles, read_runs
 from mpitrain.reporting.traced_time import CATEGORIES
+from mpitrain.system.files.atomic import check_output, write_whole
 
 MOST_EVENTS = 200
 # What a table of a run's figures shows first, in this order; the metrics stand between.
@@ -33,8 +34,6 @@ def write_page(run_dirs: Sequence[str | Path], out: str | Path) -> None:
     Raises:
         UsageError: a directory holds no run, matplotlib is missing, or no file can be made at `out`.
     """
-    from mpitrain.system.files.atomic import check_output, write_whole
-
     check_output(out, "--out")
     write_whole(Path(out), page(read_runs([Path(one) for one in run_dirs])))
 

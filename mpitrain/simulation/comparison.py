@@ -18,6 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from mpitrain.errors import EXIT_OK, DeadlockError, LostRankError, UsageError
 from mpitrain.inject.values import Injection
 from mpitrain.job import Job, Overrides
@@ -257,8 +259,6 @@ class Comparison:
 
 
 def _has_tables(job: Job) -> bool:
-    import torch
-
     return bool(sparse_parameters(build_module(replace(job, strategy=None), torch.device("cpu"))))
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from mpitrain.checkpoint import Checkpoint
 from mpitrain.data import Catalogue
 from mpitrain.data.preflight import look
@@ -229,8 +231,6 @@ def prepare(
     Raises:
         AgreedError: something is wrong on some rank; rank 0 has reported it.
     """
-    import torch
-
     started_s = time.monotonic()
     job = attempt(runtime, lambda: apply_overrides(make_job(), overrides))
     strategy = job.strategy
@@ -340,8 +340,6 @@ def _enough_samples(num_samples: int, roles: Roles) -> None:
 
 def _how_started(session: Session, job_file: str | None) -> dict[str, Any]:
     """What `simulate --replay` needs to start the same run."""
-    import torch
-
     init = session.overrides.init
     return {
         "schema": RUN_SCHEMA,

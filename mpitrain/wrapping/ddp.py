@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
+from mpitrain.model.in_place import InPlaceGuard, held_alike
+from mpitrain.model.optimizers.optimizer import Rates
+from mpitrain.model.wire.codec_registry import check_optimizer
+from mpitrain.mpi.process_group.process_group import init_default_group
 from mpitrain.strategies.part_names import own_part
+from mpitrain.training.measure import share_module
+from mpitrain.training.replica_guard import ReplicaGuard
 from mpitrain.wrapping.checkpoints import (
     Resumed,
     Saver,
@@ -22,6 +28,7 @@ from mpitrain.wrapping.checkpoints import (
     lockstep_saver,
     loop_state,
 )
+from mpitrain.wrapping.exchange import Exchange
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,14 +55,6 @@ def join_ddp(
     Raises:
         UsageError (AgreedError under MPI): the codec does not fit the optimizer, or a checkpoint of another run.
     """
-    from mpitrain.model.in_place import InPlaceGuard, held_alike
-    from mpitrain.model.optimizers.optimizer import Rates
-    from mpitrain.model.wire.codec_registry import check_optimizer
-    from mpitrain.mpi.process_group.process_group import init_default_group
-    from mpitrain.training.measure import share_module
-    from mpitrain.training.replica_guard import ReplicaGuard
-    from mpitrain.wrapping.exchange import Exchange
-
     runtime.role = "worker"
     check_optimizer(strategy.codec, optimizer)
     about = about_loop(strategy, model, runtime.size)

@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from mpitrain.errors import LostRankError, NonFiniteError, UsageError
-from mpitrain.model.optimizers.optimizer import check_closure
+from mpitrain.model.optimizers.optimizer import Rates, check_closure
 from mpitrain.model.wire.flat import all_finite
+from mpitrain.mpi.process_group.process_group import init_default_group
+from mpitrain.strategies.part_names import own_part
+from mpitrain.training.local_sgd.averager import Averager
+from mpitrain.training.measure import share_module
 from mpitrain.training.replica_guard import ReplicaGuard
+from mpitrain.training.session import attempt
+from mpitrain.wrapping.checkpoints import about_loop, find_run, keep_allreduce, lockstep_saver, loop_state
 from mpitrain.wrapping.delegating import DelegatingOptimizer
+from mpitrain.wrapping.exchange import Exchange
 
 if TYPE_CHECKING:
     from torch import nn
@@ -129,21 +136,6 @@ def join_local_sgd(
     Raises:
         UsageError (AgreedError under MPI): periods in samples, or a checkpoint of another run or number of workers.
     """
-    from mpitrain.model.optimizers.optimizer import Rates
-    from mpitrain.mpi.process_group.process_group import init_default_group
-    from mpitrain.strategies.part_names import own_part
-    from mpitrain.training.local_sgd.averager import Averager
-    from mpitrain.training.measure import share_module
-    from mpitrain.training.session import attempt
-    from mpitrain.wrapping.checkpoints import (
-        about_loop,
-        find_run,
-        keep_allreduce,
-        lockstep_saver,
-        loop_state,
-    )
-    from mpitrain.wrapping.exchange import Exchange
-
     if strategy.unit != "steps":
         raise UsageError(f'{strategy}: your own loop counts steps, not samples; use unit="steps" with wrap')
     runtime.role = "worker"

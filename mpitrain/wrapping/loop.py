@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 from mpitrain.errors import EXIT_ERROR, UsageError
-from mpitrain.reporting.report import NullReport
+from mpitrain.reporting.report import NullReport, default_run_dir
 from mpitrain.roles import SaveRequest
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy, Strategy
@@ -203,7 +203,6 @@ def _join_all(
 
 def _watch(runtime: Runtime, strategy: Strategy, resume: ResumeFrom, timeout_s: float) -> LoopWatchdog:
     """Collective: from here on every rank owes progress."""
-    from mpitrain.reporting.report import default_run_dir
     from mpitrain.training.session import assign_roles, attempt
     from mpitrain.training.watchdog.watchdog import LoopWatchdog
 

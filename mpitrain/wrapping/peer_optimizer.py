@@ -14,8 +14,18 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
+from mpitrain.messages import Kind
+from mpitrain.model.optimizers.optimizer import check_closure
+from mpitrain.model.wire.flat import FlatModel
+from mpitrain.mpi.world import MpiWorld
+from mpitrain.reporting.report import NullReport
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.features import LOOP, why_not
+from mpitrain.strategies.part_names import own_part
+from mpitrain.training.decentralized.builder import PeerBuilder
+from mpitrain.training.measure import share_module
+from mpitrain.training.session import attempt
+from mpitrain.wrapping.checkpoints import about_loop, find_run, lockstep_saver, loop_state
 from mpitrain.wrapping.delegating import DelegatingOptimizer
 
 if TYPE_CHECKING:
@@ -89,15 +99,6 @@ def join_peers(
         UsageError (AgreedError under MPI): a warm-up, which only `train` can count; an optimizer or dtype that does
         not fit the codec; a checkpoint of another run or number of peers.
     """
-    from mpitrain.messages import Kind
-    from mpitrain.mpi.world import MpiWorld
-    from mpitrain.reporting.report import NullReport
-    from mpitrain.strategies.part_names import own_part
-    from mpitrain.training.decentralized.builder import PeerBuilder
-    from mpitrain.training.measure import share_module
-    from mpitrain.training.session import attempt
-    from mpitrain.wrapping.checkpoints import about_loop, find_run, lockstep_saver, loop_state
-
     runtime.role = "peer"
     runtime.compare(
         {"strategy": str(strategy), "parameters": [str(tuple(p.shape)) for p in model.parameters()]}
@@ -139,9 +140,6 @@ def join_peers(
 
 
 def _replica(builder: PeerBuilder, rank: int, model: nn.Module, optimizer: Optimizer) -> PeerReplica:
-    from mpitrain.model.optimizers.optimizer import check_closure
-    from mpitrain.model.wire.flat import FlatModel
-
     strategy = builder.strategy
     if strategy.warmup.epochs:
         raise UsageError(f"{strategy}: a warm-up is counted in epochs, which only `train` knows, not `wrap`")

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mpitrain.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
 from mpitrain.job import Job
 from mpitrain.reporting.report import default_run_dir, plain
@@ -22,6 +24,7 @@ from mpitrain.search.bench.text import bench_text
 from mpitrain.system.files.atomic import check_output, write_whole
 from mpitrain.system.files.folders import make_private
 from mpitrain.system.saying import tell
+from mpitrain.training.measure import build_module
 
 BENCH_SCHEMA = 1
 
@@ -82,10 +85,6 @@ def _simulate(
 
 
 def _trained_bytes(job: Job) -> int:
-    import torch
-
-    from mpitrain.training.measure import build_module
-
     module = build_module(replace(job, strategy=None), torch.device("cpu"))
     return sum(one.numel() * one.element_size() for one in module.parameters() if one.requires_grad)
 

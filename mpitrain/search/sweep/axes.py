@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mpitrain.errors import UsageError
-from mpitrain.values import Value, names, nearest, parse, register
+from mpitrain.values import Value, names, nearest, parse, register, registered
 
 KIND = "distribution"
 _CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\(")
@@ -183,8 +183,6 @@ def _split(given: str) -> list[str]:
 
 def rows() -> list[tuple[str, str]]:
     """How each law is written, and what it does, for help texts."""
-    from mpitrain.values import registered
-
     found = []
     for cls in registered(KIND):
         parts = [

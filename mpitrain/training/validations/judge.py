@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED
 from mpitrain.job import Job, Overrides
 from mpitrain.model.metrics import reduction
+from mpitrain.model.wire.flat import all_finite
 from mpitrain.reporting.targets import missed_targets
 
 if TYPE_CHECKING:
@@ -77,8 +78,6 @@ def divergence(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     Args:
         parameters: with their names. Frozen ones are not looked at: they are the user's own, and may hold infinities.
     """
-    from mpitrain.model.wire.flat import all_finite
-
     trained = {name: parameter.detach() for name, parameter in parameters if parameter.requires_grad}
     if all_finite(list(trained.values())):
         return ""
