@@ -139,7 +139,9 @@ Effect = Send | Recv | Compute | Now | Sleep | Forget | Break | Begin | AllReduc
 Role = Generator[Effect, Any, Any]
 
 
-def drive(generator: Generator[Any, Any, Any], answer: Callable[[Any], Any], answered: Any = None) -> Any:
+def drive(
+    generator: Generator[Any, Any, Any], answer: Callable[[Any], object], answered: object = None
+) -> Any:
     """Run a generator to its end, each thing that it yields answered by `answer`; returns what it returns. `answered`:
     to what it has yielded already, if it has."""
     while True:

@@ -37,7 +37,7 @@ class _Reading:
         self.declared: dict[str, Any] = {}
         self.misfits: list[str] = []  # told when all that is declared is known; till then the defaults hold
 
-    def declare(self, group: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    def declare(self, group: str, defaults: Mapping[str, object]) -> dict[str, Any]:
         values = {}
         for name, default in defaults.items():
             full = f"{group}.{name}"
@@ -173,17 +173,17 @@ def split_setting(text: str) -> tuple[str, str]:
     return name.strip(), value
 
 
-def settings_of(options: Mapping[str, Any]) -> list[str]:
+def settings_of(options: Mapping[str, object]) -> list[str]:
     """The `--set` texts that give these values, by full name."""
     return [f"{name}={show(value)}" for name, value in options.items()]
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value as `--set` reads it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def check_value(full: str, default: Any) -> Any:
+def check_value(full: str, default: object) -> Any:
     """The default of a parameter, a list as a tuple.
 
     Raises:
@@ -220,5 +220,5 @@ def _read(text: str, default: Any) -> Any:
     return value
 
 
-def _alike(value: Any, first: Any) -> bool:
+def _alike(value: object, first: object) -> bool:
     return type(value) is type(first) or (isinstance(first, float) and type(value) is int)

@@ -84,11 +84,11 @@ def _group() -> Any:
     return importlib.import_module(_GROUP)
 
 
-def _create(options: Any, backend_options: Any) -> Any:
+def _create(options: object, backend_options: object) -> Any:
     return _group().create(options, backend_options)
 
 
-def _rendezvous(url: str, *_: Any, **__: Any) -> Any:
+def _rendezvous(url: str, *_: object, **__: object) -> Any:
     """torch's handler for init_method="mpi://": a generator of (store, rank, number of ranks)."""
     return _group().rendezvous_by_mpi()
 
@@ -153,7 +153,7 @@ def _replace(original: Any) -> Any:
     return new_process_group_helper
 
 
-def _tell(group: Any, asked: Any) -> None:
+def _tell(group: Any, asked: object) -> None:
     """Have a group (the default one: None) answer to the backend that was asked for."""
     import torch.distributed as dist
 

@@ -236,5 +236,5 @@ def _check_type(value: Value, field: dataclasses.Field[Any]) -> None:
         raise UsageError(f"{label} must be {' or '.join(options)}, got {given!r}")
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     return str(value) if isinstance(value, Value) else repr(value).replace(" ", "")

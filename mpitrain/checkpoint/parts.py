@@ -134,10 +134,10 @@ class UnfinishedError(CheckpointError):
 def write_part(
     folder: Path,
     name: str,
-    state: Any,
+    state: object,
     identity: Identity,
     parts: Sequence[str] = (),
-    about: Any = None,
+    about: object = None,
     disk_full: bool = False,
 ) -> int:
     """Write one part; returns its bytes. `parts`, `about`: all of the checkpoint's, and what the run is (its first part
@@ -343,7 +343,7 @@ def read_part(folder: Path, name: str, identity: Identity | None = None) -> Any:
         ) from error
 
 
-def _as_dict(state: Any) -> dict[Any, Any]:
+def _as_dict(state: object) -> dict[Any, Any]:
     if not isinstance(state, dict):
         raise TypeError(f"its state is a {type(state).__name__}")
     return state

@@ -33,7 +33,7 @@ _NUMPY_TYPES = {
 Keep = Callable[[torch.Tensor], str]  # answers with the name under which a tensor is found
 
 
-def split(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+def split(tree: object) -> tuple[Any, dict[str, torch.Tensor]]:
     """JSON-able structure and the tensors it refers to by number.
 
     Raises:
@@ -49,7 +49,7 @@ def split(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return _split(tree, "state", keep, 0), tensors
 
 
-def structure_of(tree: Any) -> Any:
+def structure_of(tree: object) -> Any:
     """What `split` would make of it, without the tensors: none is copied.
 
     Raises:
@@ -58,7 +58,7 @@ def structure_of(tree: Any) -> Any:
     return _split(tree, "state", lambda tensor: "0", 0)
 
 
-def _split(value: Any, place: str, keep: Keep, depth: int) -> Any:
+def _split(value: object, place: str, keep: Keep, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise TypeError(f"{place[:80]}...: a checkpoint cannot hold what is nested deeper than {_MAX_DEPTH}")
     if isinstance(value, torch.Tensor):
@@ -82,7 +82,7 @@ def _split(value: Any, place: str, keep: Keep, depth: int) -> Any:
     return _plain(value, place)
 
 
-def _plain(value: Any, place: str) -> Any:
+def _plain(value: object, place: str) -> Any:
     if isinstance(value, np.generic) and value.dtype in _NUMPY_TYPES:  # float64 is a float, too
         return {_SCALAR: [value.dtype.name, _plain(value.item(), place)]}
     if isinstance(value, float) and not math.isfinite(value):
@@ -102,13 +102,13 @@ def _plain(value: Any, place: str) -> Any:
     raise TypeError(f"{place}: a checkpoint cannot hold a {type(value).__qualname__}")
 
 
-def _key(key: Any, place: str) -> Any:
+def _key(key: object, place: str) -> Any:
     if isinstance(key, tuple):
         return {_TUPLE: [_key(item, place) for item in key]}
     return _plain(key, f"{place}, a key")
 
 
-def join(structure: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def join(structure: object, tensors: dict[str, torch.Tensor]) -> Any:
     """The tree that `split` took apart.
 
     Raises:
@@ -124,24 +124,24 @@ def join(structure: Any, tensors: dict[str, torch.Tensor]) -> Any:
     return _JOINS[kind](content, tensors)
 
 
-def _listed(content: Any, number: int | None = None) -> list[Any]:
+def _listed(content: object, number: int | None = None) -> list[Any]:
     if not isinstance(content, list) or (number is not None and len(content) != number):
         raise ValueError("a list of another length, or none")
     return content
 
 
-def _text(content: Any) -> str:
+def _text(content: object) -> str:
     if not isinstance(content, str):
         raise TypeError(f"a text, not a {type(content).__name__}")
     return content
 
 
-def _join_pairs(content: Any, tensors: dict[str, torch.Tensor]) -> dict[Any, Any]:
+def _join_pairs(content: object, tensors: dict[str, torch.Tensor]) -> dict[Any, Any]:
     pairs = [_listed(pair, 2) for pair in _listed(content)]
     return {join(key, tensors): join(item, tensors) for key, item in pairs}
 
 
-def _join_scalar(content: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _join_scalar(content: object, tensors: dict[str, torch.Tensor]) -> Any:
     name, value = _listed(content, 2)
     return _numpy_dtype(name).type(join(value, tensors))
 
@@ -151,14 +151,14 @@ def _join_array(content: Any, tensors: dict[str, torch.Tensor]) -> Any:
     return found if found is None else found.numpy()
 
 
-def _numpy_dtype(name: Any) -> np.dtype[Any]:
+def _numpy_dtype(name: object) -> np.dtype[Any]:
     found = np.dtype(_text(name))
     if found not in _NUMPY_TYPES:
         raise ValueError(f"{name!r:.80} is no type of NumPy's numbers")
     return found
 
 
-def _dtype(name: Any) -> torch.dtype:
+def _dtype(name: object) -> torch.dtype:
     found = getattr(torch, _text(name), None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r:.80} is no type of torch's numbers")

@@ -13,7 +13,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 from mpitrain.cli import (
     bench,
@@ -71,7 +70,7 @@ Every command answers --help with its own options and examples."""
 
 
 class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from mpitrain import __version__
 
         parser._print_message(f"mpitrain {__version__}\n", sys.stdout)

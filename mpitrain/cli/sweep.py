@@ -195,7 +195,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
     signals.install_early()
 
-    def work(_: argparse.Namespace, whole: Any) -> int:
+    def work(_: argparse.Namespace, whole: object) -> int:
         code = sweep_on_ranks(request, whole)
         signals.ignore()  # what asks for an end changes nothing any more
         return code

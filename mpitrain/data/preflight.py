@@ -162,7 +162,7 @@ class Preflight:
         return [*few, *(line for name, seen in self.arrays.items() for line in seen.surprises(name))]
 
 
-def look(source: Any, catalogue: Catalogue, longest_s: float = LONGEST_S) -> Preflight:
+def look(source: object, catalogue: Catalogue, longest_s: float = LONGEST_S) -> Preflight:
     """Look at a source that a job reads and has scanned; transforms, weights and folds are left aside.
 
     Args:

@@ -58,7 +58,7 @@ class RowwiseAdagrad(Optimizer):
         self.state[parameter]["sum"] = parameter.new_full(shape, group["initial_accumulator_value"])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         """One step."""
         loss = None
         if closure is not None:

@@ -52,7 +52,7 @@ def declared(overrides: type) -> dict[str, tuple[Option, Any]]:
     return {one.name: (one.metadata["option"], one.default) for one in dataclasses.fields(overrides)}
 
 
-def add_option(group: Any, name: str, declaration: tuple[Option, Any]) -> None:
+def add_option(group: Any, name: str, declaration: tuple[Option, object]) -> None:
     """Add it to a group of a parser."""
     one, default = declaration
     words: dict[str, Any] = {"help": one.help}
@@ -104,7 +104,7 @@ def check_limit(name: str, value: Any, off: str = "left out for what the job say
         )
 
 
-def check_precision(name: str, value: Any) -> None:
+def check_precision(name: str, value: object) -> None:
     """Refuse what nothing is computed in; None leaves it to the job."""
     if value is not None and value not in PRECISIONS:
         raise UsageError(f"{name}={value!r}{nearest(str(value), list(PRECISIONS))}")

@@ -6,14 +6,13 @@ import contextlib
 import json
 from collections.abc import Iterator
 from subprocess import DEVNULL, PIPE, Popen
-from typing import Any
 
 from mpitrain.launch.discover import own_python
 from mpitrain.system.processes import identity
 
 
 @contextlib.contextmanager
-def guarded(launcher: int, **facts: Any) -> Iterator[None]:
+def guarded(launcher: int, **facts: object) -> Iterator[None]:
     """Inside, the launcher with this process number does not outlive us. `facts`: what a `Supervisor` is made of."""
     guard = Popen(
         [

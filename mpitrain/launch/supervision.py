@@ -65,7 +65,7 @@ class Requests:
             self._kept[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, lambda *_: self._stand_still())
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._kept.items():
             signal.signal(number, handler)
 

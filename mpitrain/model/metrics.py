@@ -62,7 +62,7 @@ class Observed(NamedTuple):
 
 
 class _WholeSet(Protocol):
-    def observe(self, model: Any, batch: Batch) -> Kept:
+    def observe(self, model: object, batch: Batch) -> Kept:
         """What is kept of a batch."""
 
     def conclude(self, kept: list[Kept]) -> dict[str, float]:
@@ -78,7 +78,7 @@ class Metrics:
         predict, precision: as in `Job`.
     """
 
-    def __init__(self, declared: Any, predict: BatchFunction | None = None, precision: str = "float32"):
+    def __init__(self, declared: object, predict: BatchFunction | None = None, precision: str = "float32"):
         self._functions: list[Callable[[Any, Batch], Mapping[str, Any]]] = []
         self._whole: list[_WholeSet] = []
         for one in _flat(declared):
@@ -94,7 +94,7 @@ class Metrics:
                     one if isinstance(one, Checked) else Checked(one, "metrics", precision)
                 )
 
-    def observe(self, model: Any, batch: Batch) -> Observed:
+    def observe(self, model: object, batch: Batch) -> Observed:
         """What `model` gives for one batch."""
         means: dict[str, Any] = {}
         for function in self._functions:
@@ -109,7 +109,7 @@ class Metrics:
         return found
 
 
-def check_metrics(declared: Any, check_function: Callable[[Any], None]) -> None:
+def check_metrics(declared: object, check_function: Callable[[Any], None]) -> None:
     """Refuse what declares no metrics; `check_function` looks at each plain function.
 
     Raises:
@@ -126,26 +126,26 @@ def check_metrics(declared: Any, check_function: Callable[[Any], None]) -> None:
             check_function(one)
 
 
-def reduction(declared: Any) -> str:
+def reduction(declared: object) -> str:
     """In words, for results: how metrics are put together."""
     plain = [one for one in _flat(declared) if not (isinstance(one, Collected | Mapping) or is_updated(one))]
     whole = len(_flat(declared)) > len(plain)
     return " and ".join(["mean over batches"] * bool(plain) + ["whole set"] * whole)
 
 
-def is_updated(metric: Any) -> bool:
+def is_updated(metric: object) -> bool:
     """Whether `metric` is an object of torchmetrics, or works like one."""
     methods = ("update", "compute", "reset")
     return not isinstance(metric, type) and all(callable(getattr(metric, name, None)) for name in methods)
 
 
-def _flat(declared: Any) -> list[Any]:
+def _flat(declared: object) -> list[Any]:
     if declared is None:
         return []
     return list(declared) if isinstance(declared, list | tuple) else [declared]
 
 
-def _merge(into: dict[str, Any], found: Mapping[str, Any]) -> None:
+def _merge(into: dict[str, Any], found: Mapping[str, object]) -> None:
     for name, value in found.items():
         if name in into:
             raise UsageError(f"Job: two of the metrics are called {name!r}")
@@ -158,7 +158,7 @@ class _Gathering:
     def __init__(self, declared: Collected, predict: BatchFunction | None, precision: str):
         self.declared, self.outputs = declared, _outputs(declared.outputs, predict, precision)
 
-    def observe(self, model: Any, batch: Batch) -> Kept:
+    def observe(self, model: object, batch: Batch) -> Kept:
         found = self.outputs(model, batch)
         _check_rows(found, num_samples_in(batch))
         return _on_host(found)
@@ -180,12 +180,12 @@ class _Updating:
     one after the other, to the bit for sums of whole numbers; otherwise what it is updated with, which one rank then
     does for all batches."""
 
-    def __init__(self, name: str, metric: Any, predict: BatchFunction | None, precision: str):
+    def __init__(self, name: str, metric: object, predict: BatchFunction | None, precision: str):
         self.name, self.metric = name, _alone(metric)
         self.outputs = _outputs(None, predict, precision)
         self.adds_up = _adds_up(self.metric)
 
-    def observe(self, model: Any, batch: Batch) -> Kept:
+    def observe(self, model: object, batch: Batch) -> Kept:
         found = self.outputs(model, batch)
         arguments = list(found) if isinstance(found, list | tuple) else [found]
         if not self.adds_up:
@@ -207,7 +207,7 @@ class _Updating:
                 metric.update(*arguments)
         return dict(self._named(metric.compute()))
 
-    def _named(self, value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    def _named(self, value: object, name: str = "") -> Iterator[tuple[str, float]]:
         name = name or self.name
         if isinstance(value, Mapping):
             for key, one in value.items():
@@ -219,7 +219,7 @@ class _Updating:
             yield name, _number(name, value)
 
 
-def _updated(metric: Any, predict: BatchFunction | None, precision: str) -> Iterator[_Updating]:
+def _updated(metric: object, predict: BatchFunction | None, precision: str) -> Iterator[_Updating]:
     """A metric by the name of its class, or those of a collection by the names that it gives them."""
     if hasattr(metric, "items"):
         for name, one in copy.deepcopy(metric).items(keep_base=False, copy_state=True):
@@ -228,7 +228,7 @@ def _updated(metric: Any, predict: BatchFunction | None, precision: str) -> Iter
         yield _Updating(type(metric).__name__, metric, predict, precision)
 
 
-def _alone(metric: Any) -> Any:
+def _alone(metric: object) -> Any:
     """A copy that asks no other rank: what all have observed is put together here."""
     metric = copy.deepcopy(metric)
     for one in [metric, *(metric.modules() if hasattr(metric, "modules") else ())]:
@@ -242,7 +242,7 @@ def _nobody_else() -> bool:
     return False
 
 
-def _adds_up(metric: Any) -> bool:
+def _adds_up(metric: object) -> bool:
     """Whether the states of batches add up: sums, extremes and lists do; means, states that are put together by hand
     and those of metrics inside others do not."""
     reductions = getattr(metric, "_reductions", None)
@@ -271,7 +271,7 @@ def _outputs(outputs: BatchFunction | None, predict: BatchFunction | None, preci
     return Checked(function, "outputs of metrics", precision)
 
 
-def _predictions_and_targets(model: Any, batch: Batch, predict: BatchFunction | None) -> tuple[Any, Any]:
+def _predictions_and_targets(model: object, batch: Batch, predict: BatchFunction | None) -> tuple[Any, Any]:
     """What a model says of a batch, and what is right."""
     predictions = (predict or predict_x)(model, batch)
     others = {name: one for name, one in batch.items() if name != "x"} if "x" in batch else {}
@@ -294,7 +294,7 @@ def predict_x(model: Any, batch: Batch) -> Any:
     return model(batch[arrays[0]])
 
 
-def _leaves(found: Any) -> Iterator[Any]:
+def _leaves(found: object) -> Iterator[Any]:
     if isinstance(found, Mapping):
         for one in found.values():
             yield from _leaves(one)
@@ -305,7 +305,7 @@ def _leaves(found: Any) -> Iterator[Any]:
         yield found
 
 
-def _check_rows(found: Any, num_samples: int) -> None:
+def _check_rows(found: object, num_samples: int) -> None:
     for one in _leaves(found):
         if not isinstance(one, torch.Tensor) or one.dim() == 0 or len(one) != num_samples:
             got = f"a tensor of shape {tuple(one.shape)}" if isinstance(one, torch.Tensor) else f"{one!r}"
@@ -315,7 +315,7 @@ def _check_rows(found: Any, num_samples: int) -> None:
             )
 
 
-def _on_host(found: Any) -> Any:
+def _on_host(found: object) -> Any:
     if isinstance(found, Mapping):
         return {name: _on_host(one) for name, one in found.items()}
     if isinstance(found, list | tuple):

@@ -16,7 +16,7 @@ from mpitrain.mpi.bindings import MPI
 _CHUNK_BYTES = 1 << 30  # MPI counts are 32-bit integers
 
 
-def to_bytes(value: Any) -> bytes:
+def to_bytes(value: object) -> bytes:
     """JSON text in UTF-8; TypeError for what JSON does not know."""
     return json.dumps(value, separators=(",", ":")).encode()
 
@@ -26,7 +26,7 @@ def from_bytes(data: Any) -> Any:
     return json.loads(bytes(data))
 
 
-def broadcast(comm: "MPI.Comm", value: Any, root: int = 0) -> Any:
+def broadcast(comm: "MPI.Comm", value: object, root: int = 0) -> Any:
     """Collective: the `value` of `root` on every rank (a JSON copy there too, so that all hold the same types)."""
     data = bytearray(to_bytes(value)) if comm.rank == root else bytearray()
     length = np.array([len(data)], dtype=np.int64)
@@ -39,7 +39,7 @@ def broadcast(comm: "MPI.Comm", value: Any, root: int = 0) -> Any:
     return from_bytes(data)
 
 
-def gather(comm: "MPI.Comm", value: Any) -> list[Any] | None:
+def gather(comm: "MPI.Comm", value: object) -> list[Any] | None:
     """Collective: the values of all ranks, in rank order, on rank 0; None elsewhere. 2 GB in all at most."""
     data = to_bytes(value)
     lengths = np.zeros(comm.size, dtype=np.int64)
@@ -67,7 +67,7 @@ def gather_bytes(comm: "MPI.Comm", data: bytes) -> list[bytes] | None:
     return [b"".join(parts) for parts in gathered] if comm.rank == 0 else None
 
 
-def allgather(comm: "MPI.Comm", value: Any) -> list[Any]:
+def allgather(comm: "MPI.Comm", value: object) -> list[Any]:
     """Collective: the values of all ranks, in rank order, on every rank. 2 GB in all at most."""
     data = to_bytes(value)
     lengths = np.zeros(comm.size, dtype=np.int64)

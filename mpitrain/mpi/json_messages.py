@@ -24,7 +24,7 @@ def gather(
     engine: Engine,
     rank: int,
     size: int,
-    value: Any,
+    value: object,
     evicted: set[int],
     wait_s: float,
     living_s: float | None,
@@ -50,7 +50,7 @@ def gather(
 
 
 def broadcast(
-    engine: Engine, rank: int, size: int, value: Any, evicted: set[int], timeout_s: float | None
+    engine: Engine, rank: int, size: int, value: object, evicted: set[int], timeout_s: float | None
 ) -> Any:
     """`Runtime.broadcast_living`; `timeout_s`: longest wait for rank 0."""
     if rank != 0:
@@ -70,7 +70,7 @@ def broadcast(
 
 
 def from_first_of_node(
-    engine: Engine, rank: int, nodes: Sequence[int], value: Any, timeout_s: float | None
+    engine: Engine, rank: int, nodes: Sequence[int], value: object, timeout_s: float | None
 ) -> Any:
     """`Runtime.from_first_of_node`; `nodes`: of every rank; `timeout_s`: longest wait for the first."""
     first = nodes.index(nodes[rank])

@@ -247,13 +247,13 @@ class Runtime(Ranks):
         """Return when every rank has arrived here."""
         self.collective(lambda: None, "barrier")
 
-    def broadcast(self, value: Any, root: int = 0) -> Any:
+    def broadcast(self, value: object, root: int = 0) -> Any:
         """The JSON value of `root` on every rank; the other ranks' argument is ignored."""
         return self.collective(
             lambda: json_collectives.broadcast(self.comm, value, root), f"broadcast from rank {root}"
         )
 
-    def gather(self, value: Any) -> list[Any] | None:
+    def gather(self, value: object) -> list[Any] | None:
         """The JSON values of all ranks in rank order, on rank 0; None elsewhere."""
         values: list[Any] | None = self.collective(
             lambda: json_collectives.gather(self.comm, value), "gather"
@@ -267,7 +267,7 @@ class Runtime(Ranks):
         )
         return gathered
 
-    def gather_living(self, value: Any, wait_s: float = 10.0) -> dict[int, Any] | None:
+    def gather_living(self, value: object, wait_s: float = 10.0) -> dict[int, Any] | None:
         """The JSON values of all ranks that still answer, by rank, on rank 0; None elsewhere. Messages, no collective:
         a dead rank is left out at once, an evicted one after `wait_s`, and both are in `evicted` then."""
         living_s = None
@@ -275,18 +275,18 @@ class Runtime(Ranks):
             wait_s, living_s = 1.0, LIVING_S  # most evicted ranks are dead
         return json_messages.gather(self.engine, self.rank, self.size, value, self.evicted, wait_s, living_s)
 
-    def broadcast_living(self, value: Any) -> Any:
+    def broadcast_living(self, value: object) -> Any:
         """Rank 0's JSON value on every rank that still answers."""
         return json_messages.broadcast(
             self.engine, self.rank, self.size, value, self.evicted, self._patience_s
         )
 
-    def allgather(self, value: Any) -> list[Any]:
+    def allgather(self, value: object) -> list[Any]:
         """The JSON values of all ranks in rank order, on every rank."""
         values: list[Any] = self.collective(lambda: json_collectives.allgather(self.comm, value), "allgather")
         return values
 
-    def from_first_of_node(self, value: Any) -> Any:
+    def from_first_of_node(self, value: object) -> Any:
         return json_messages.from_first_of_node(self.engine, self.rank, self.nodes, value, self._patience_s)
 
     def largest(self, own: Sequence[int], what: str) -> list[int]:
@@ -301,7 +301,9 @@ class Runtime(Ranks):
 
     # ---- what carries roles
 
-    def make_world(self, peers: Sequence[int], buffer_for: Callable[[int, Any], Any], **options: Any) -> Any:
+    def make_world(
+        self, peers: Sequence[int], buffer_for: Callable[[int, Any], Any], **options: object
+    ) -> Any:
         from mpitrain.mpi.traced_world import make_world
 
         return make_world(self.engine, tuple(peers), buffer_for, **options)

@@ -94,7 +94,7 @@ def _followed(role: Role) -> Role:
         answer = yield effect
 
 
-def _handling(answer: Any) -> Any:
+def _handling(answer: object) -> Any:
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Message)):
         return trace.span("role", trace.OTHER)
     name = f"handle {type(answer[1]).__name__} from {answer[0]}"

@@ -147,7 +147,7 @@ class MpiWorld:
                 wait((future,), SHORT_SLEEP_S)
         return future.result()
 
-    def advance(self, role: Role, answer: Any) -> Compute | None:
+    def advance(self, role: Role, answer: object) -> Compute | None:
         """Run `role` up to its next `Compute`, which the caller carries out; None at its end."""
         if not self._started:
             self.start()

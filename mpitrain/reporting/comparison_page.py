@@ -49,7 +49,7 @@ def _failures(rows: Rows) -> Iterable[str]:
             yield f'<p class="fail">{text(said)}</p>'
 
 
-def _figures_of(rows: Rows, found: Mapping[str, Any]) -> str:
+def _figures_of(rows: Rows, found: Mapping[str, object]) -> str:
     metrics = list(dict.fromkeys(name for row in rows for name in row.get("metrics") or ()))
     head = [
         "strategy", "workers", "samples/s", "speed-up", "computing", "staleness 50, 90, 99 %", "not applied",
@@ -77,7 +77,7 @@ def _figures_of(rows: Rows, found: Mapping[str, Any]) -> str:
     return table([*head, *metrics], lines)
 
 
-def _digits(value: Any) -> str:
+def _digits(value: object) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 

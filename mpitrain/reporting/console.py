@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from typing import Any, TextIO
+from typing import TextIO
 
 from mpitrain.errors import printable
 from mpitrain.system.saying import write
@@ -73,7 +73,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
     return False
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """A number at four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 

@@ -53,6 +53,6 @@ def rate_per_worker(result: Mapping[str, Any]) -> float:
     return float(result["samples_per_second"]) / max(1, int(result["workers"]))
 
 
-def _word(value: Any) -> str:
+def _word(value: object) -> str:
     """`value` without blanks; a missing one is `-`."""
     return "_".join(str(value or "").split()) or "-"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from mpitrain.system.saying import html_text
 
@@ -35,7 +34,7 @@ def document(title: str, body: Iterable[str]) -> str:
     )
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
     """A value as the text of an element: numbers with six digits, others as JSON."""
     if isinstance(value, float):
         value = f"{value:.6g}"
@@ -44,14 +43,14 @@ def text(value: Any) -> str:
     return html_text(value)
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table; without a head, where that is empty."""
     lines = ["<tr>" + "".join(f"<th>{text(one)}</th>" for one in head) + "</tr>"] if head else []
     lines += ["<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows]
     return f"<table>{''.join(lines)}</table>"
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     escaped = text(value)
     return f'<td class="long">{escaped}</td>' if len(escaped) > LONG else f"<td>{escaped}</td>"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from mpitrain.errors import UsageError
 from mpitrain.reporting.logs.guarded_log import GuardedLog, Library
@@ -30,7 +30,7 @@ class Log(Protocol):
 
     place: str
 
-    def row(self, row: Mapping[str, Any]) -> None:
+    def row(self, row: Mapping[str, object]) -> None:
         """One row of `metrics.jsonl`; raises OSError where it cannot be written."""
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ def open_logs(
     run_dir: Path,
     resumed_at: int | None,
     last_step_s: Callable[[], float] = lambda: 0.0,
-    facts: Mapping[str, Any] | None = None,
+    facts: Mapping[str, object] | None = None,
 ) -> list[Log]:
     """The logs of this run.
 
@@ -114,7 +114,7 @@ def _guarded(name: str, run_dir: Path, resumed_at: int | None) -> Log:
     return GuardedLog(name, make)
 
 
-def check_callbacks(callbacks: Any) -> None:
+def check_callbacks(callbacks: object) -> None:
     """Refuse what is not a sequence of objects with methods that a run calls.
 
     Raises:
@@ -140,7 +140,7 @@ def check_callbacks(callbacks: Any) -> None:
             raise UsageError(f"Job: callbacks: {name} has none of the methods {', '.join(known)}")
 
 
-def call(callbacks: Iterable[Any], row: Mapping[str, Any]) -> None:
+def call(callbacks: Iterable[object], row: Mapping[str, object]) -> None:
     """Hand the row to the method of each callback that is for it."""
     name = METHODS.get(kind_of(row))
     for one in callbacks if name else ():

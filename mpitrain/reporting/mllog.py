@@ -41,7 +41,11 @@ class MlLog:
     """
 
     def __init__(
-        self, path: Path, resumed_at: int | None, last_step_s: Callable[[], float], facts: Mapping[str, Any]
+        self,
+        path: Path,
+        resumed_at: int | None,
+        last_step_s: Callable[[], float],
+        facts: Mapping[str, object],
     ):
         self.path, self.place, self._last_step_s = path, path.name, last_step_s
         kept = [] if resumed_at == 0 else _kept(path, resumed_at)
@@ -134,7 +138,7 @@ class MlLog:
         self._put("run_stop", None, "INTERVAL_END", metadata)
 
     def _put(
-        self, key: str, value: Any, kind: str = "POINT_IN_TIME", metadata: Mapping[str, Any] | None = None,
+        self, key: str, value: object, kind: str = "POINT_IN_TIME", metadata: Mapping[str, object] | None = None,
         at_s: float | None = None,
     ) -> None:  # fmt: skip
         self._at_s = time.time() if at_s is None else at_s

@@ -178,7 +178,7 @@ def _details(row: Row) -> str:
     return ", ".join(f"{key}: {value}" for key, value in row.items() if key not in left_out)
 
 
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
+def _flat(value: object, name: str = "") -> dict[str, Any]:
     """A tree of JSON objects as one level, `name.name`."""
     if not isinstance(value, dict) or not value:
         return {name: value}

@@ -73,12 +73,12 @@ def data_of(run: RunFiles) -> str:
     return str(run.result.get("measured_on") or (f"fold {fold}" if fold else ""))
 
 
-def setting_of(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+def setting_of(options: Mapping[str, object]) -> tuple[tuple[str, Any], ...]:
     """Options without what runs of one setting differ in: seeds and folds."""
     return tuple((name, value) for name, value in options.items() if name not in OF_ONE_RUN)
 
 
-def repetition_of(options: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def repetition_of(options: Mapping[str, object]) -> tuple[Any, ...] | None:
     """Which of the runs of its setting this is: its seed and its fold; None where a run has not said its seed."""
     return tuple(options.get(name, "") for name in OF_ONE_RUN) if options.get("seed", "") != "" else None
 

@@ -55,7 +55,7 @@ def default_run_dir(name: str) -> Path:
     return found
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """`value` as strict JSON holds it: tensors and numpy scalars as numbers; NaN, infinity, paths as text."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
@@ -70,7 +70,7 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write `content` with sorted keys, for people to read.
 
     After a crash `path` is the old file or the new one, never half of it.
@@ -155,7 +155,7 @@ class Report:
         self._row_at = self._line_at = self._start
         self._due_s = self._start[0] + self._interval_s
 
-    def progress(self, samples: int, step: int, epoch: int, loss: Any, **fields: Any) -> None:
+    def progress(self, samples: int, step: int, epoch: int, loss: Any, **fields: object) -> None:
         """Say how far the run is; call it as often as you like.
 
         Args:
@@ -212,7 +212,7 @@ class Report:
             if whole:
                 self._put("checkpoint", {"samples": samples_of(folder), "folder": str(folder)})
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, **fields: object) -> None:
         """Always a row and a line: `event("epoch 3", accuracy=0.951)` reads `epoch 3 accuracy 0.951`."""
         row = plain(fields)
         self._write(name, row)
@@ -297,10 +297,10 @@ def explained(failure: str) -> str:
 class NullReport:
     """What every rank but 0 reports: nothing."""
 
-    def progress(self, samples: int, step: int, epoch: int, loss: Any, **fields: Any) -> None:
+    def progress(self, samples: int, step: int, epoch: int, loss: Any, **fields: object) -> None:
         """Nothing."""
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, **fields: object) -> None:
         """Nothing."""
 
     def checkpoint(self, folder: Path, parts: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 SETTINGS = ("job", "strategy", "workers", "servers", "batch_size", "accumulate", "run_dir", "fault_tolerance")
 
 
-def metrics_in(row: Mapping[str, Any]) -> dict[str, Any]:
+def metrics_in(row: Mapping[str, object]) -> dict[str, Any]:
     """What was measured, of a row of a validation or of the end of a run.
 
     The file holds numbers that are not finite as text; here they are numbers.
@@ -42,13 +42,13 @@ def metrics_in(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def kind_of(row: Mapping[str, Any]) -> str:
+def kind_of(row: Mapping[str, object]) -> str:
     """The event of a row; the end of a run that was measured is its last validation."""
     event = str(row["event"])
     return "validation" if event == "end" and metrics_in(row) else event
 
 
-def points_in(row: Mapping[str, Any]) -> dict[str, float]:
+def points_in(row: Mapping[str, object]) -> dict[str, float]:
     """Every number of a row of progress as `train/NAME`, every metric of a validation as `validation/NAME`."""
     kind = kind_of(row)
     if kind not in ("progress", "validation"):

@@ -186,7 +186,7 @@ def _surroundings(run: RunFiles) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None} | options | _flat(environment)
 
 
-def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def _flat(tree: Mapping[str, object], above: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):
@@ -196,7 +196,7 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _differing(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:
     """Of what is known of both."""
     return {
         name: (value, other[name]) for name, value in one.items() if name in other and other[name] != value
@@ -237,5 +237,5 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return str(value) if isinstance(value, str | int | float) else repr(value)

@@ -46,7 +46,7 @@ class Target(NamedTuple):
         return f"{self.metric} {value} {_MISSED[self.sign]} {self.bound:g}"
 
 
-def read_target(metric: str, goal: Any) -> Target:
+def read_target(metric: str, goal: object) -> Target:
     """The target that `goal` sets for `metric`.
 
     Raises:
@@ -94,12 +94,12 @@ def read_option(text: str) -> tuple[str, Any]:
     return metric, goal
 
 
-def option_text(metric: str, goal: Any) -> str:
+def option_text(metric: str, goal: object) -> str:
     """The `--target` text of one target."""
     return f"{metric}{goal}" if isinstance(goal, str) else f"{metric}={goal}"
 
 
-def check_targets(goals: Mapping[str, Any], reported: Iterable[str] | None = None) -> None:
+def check_targets(goals: Mapping[str, object], reported: Iterable[str] | None = None) -> None:
     """Refuse targets that cannot be read, and those of metrics that are not among `reported`, where that is known.
 
     Raises:
@@ -131,7 +131,7 @@ class Choice(NamedTuple):
         return than is None or (value < than if self.less_is_better else value > than)
 
 
-def read_choice(text: Any, reported: Iterable[str] | None = None, what: str = "keep_best") -> Choice:
+def read_choice(text: object, reported: Iterable[str] | None = None, what: str = "keep_best") -> Choice:
     """What `keep_best` names: "accuracy", or with the direction, "<distance" (less is better) or ">score" (more is).
 
     Without a sign less of a loss, an error or a perplexity is better, and more of anything else. `what`: names it in
@@ -172,7 +172,7 @@ def missed_targets(goals: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict
 
 
 def first_met(
-    goals: Mapping[str, Any], measured: Iterable[Mapping[str, Any]], clock: str
+    goals: Mapping[str, object], measured: Iterable[Mapping[str, object]], clock: str
 ) -> dict[str, Any] | None:
     """`clock` and `samples` of the first validation that reached every target; None without targets, or if none did."""
     met = (row for row in measured if goals and not missed_targets(goals, row))

@@ -169,7 +169,7 @@ class _Queue:
             (self.expected.discard if entry.message.stop else self.expected.add)(entry.to)
 
 
-def summary(aggregators: Iterable[int], returned: Mapping[int, Any]) -> dict[str, Any]:
+def summary(aggregators: Iterable[int], returned: Mapping[int, object]) -> dict[str, Any]:
     """What a result holds of the aggregators, by what each rank has returned; empty where there is none."""
     rows = [returned[rank] for rank in aggregators]
     return {"aggregators": len(rows), "per_aggregator": rows} if rows else {}

@@ -259,7 +259,7 @@ class Peer:
                 f'rank {self.rank} (peer, step {self.step}): {what}; on_nonfinite="skip" leaves such steps out'
             )
 
-    def _take_in(self, source: int, payload: Any) -> None:
+    def _take_in(self, source: int, payload: object) -> None:
         if self.strategy.mixes:
             self.replica.copy(source, payload)
         else:
@@ -296,7 +296,7 @@ class Peer:
             yield from self._hear(*self._noted((yield Recv(kind="Credit", sources=receivers))))
         self.wait_s += (yield Now()) - began_s
 
-    def _take_this_step(self, turn: Turn, own: Any) -> Answers:
+    def _take_this_step(self, turn: Turn, own: object) -> Answers:
         """The messages of this step from all senders, taken in in rank order: the same bits on every replica."""
         arrived = {self.rank: own}
         for peer in self.strategy.senders(self.rank, turn.num_active, turn.step):

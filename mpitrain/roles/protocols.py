@@ -16,18 +16,18 @@ from mpitrain.strategies.sampling.peer_partition import Turn
 class Store(Protocol):
     """A shard of the model with its optimizer, opaque to the role."""
 
-    def add(self, worker: int, payload: Any, weight: float, share: float = 1.0) -> None:
+    def add(self, worker: int, payload: object, weight: float, share: float = 1.0) -> None:
         """Gather one gradient of `weight`, which has this share (of any unit) in the mean of the update; the store
         releases it when it is done with it."""
 
     def hear_options(self, text: str) -> None:
         """What came with the gradient that is added next: options of the optimizer that its worker has changed."""
 
-    def correct(self, worker: int, payload: Any, num_reads: int) -> Any:
+    def correct(self, worker: int, payload: object, num_reads: int) -> Any:
         """Where the damping corrects gradients: this one, on arrival, for what has changed since the read it was
         computed on, the oldest of the worker's newest `num_reads`."""
 
-    def mask(self, payload: Any, spans: list[tuple[int, int]]) -> Any:
+    def mask(self, payload: object, spans: list[tuple[int, int]]) -> Any:
         """A gradient that is zero in `spans`, [start, end) of this shard's numbers; takes it over."""
 
     def apply(self) -> None:
@@ -55,22 +55,22 @@ class NodeSums(Protocol):
 class TabledStore(Store, Protocol):
     """The same, of a model with tables."""
 
-    def arrive(self, worker: int, payload: Any) -> Any:
+    def arrive(self, worker: int, payload: object) -> Any:
         """A push in the form in which it is added, and what its worker wants to read next
         remembered; takes the payload over."""
 
-    def rows(self, payload: Any, full: bool) -> Payload:
+    def rows(self, payload: object, full: bool) -> Payload:
         """The rows that the payload asks for, as they are now, unrounded if `full`; takes it over."""
 
-    def mask_rows(self, payload: Any, pieces: set[int]) -> None:
+    def mask_rows(self, payload: object, pieces: set[int]) -> None:
         """Leave rows out of a push that were these old shards', of those that this one was put together from."""
 
 
 class Report(Protocol):
     """Where progress goes; does nothing except on the rank that logs."""
 
-    def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: Any) -> None: ...
-    def event(self, name: str, **fields: Any) -> None: ...
+    def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: object) -> None: ...
+    def event(self, name: str, **fields: object) -> None: ...
 
 
 class Gradient(Protocol):
@@ -107,7 +107,7 @@ class Replica(Protocol):
         """So many samples have been accepted, and this part of the workers is not lost: what a schedule on the worker
         follows."""
 
-    def gradient(self, lease: Any, step: int) -> Gradient | None:
+    def gradient(self, lease: object, step: int) -> Gradient | None:
         """Forward and backward; None ends the work (only where the caller brings the data)."""
 
     def take(self) -> list[Any]:
@@ -131,14 +131,14 @@ class Replica(Protocol):
 class TabledReplica(Replica, Protocol):
     """The same, of a model with tables."""
 
-    def missing(self, lease: Any, step: int) -> dict[int, Payload]:
+    def missing(self, lease: object, step: int) -> dict[int, Payload]:
         """For each shard a question for the rows that this batch needs and are not here. A
         `gradient` that comes upon further ones returns None."""
 
     def hold(self, shard: int, payload: Payload) -> None:
         """Take the rows that were asked for; the payload is released."""
 
-    def look_ahead(self, lease: Any, step: int) -> None:
+    def look_ahead(self, lease: object, step: int) -> None:
         """The answer to the push that is taken next is to bring the rows of this batch; None: of none."""
 
     def missing_of_model(self) -> dict[int, Payload]:
@@ -217,10 +217,10 @@ class PeerReplica(Protocol):
     def update(self) -> Any:
         """What to send the others of the step; a Payload with `hold`, held once."""
 
-    def apply(self, payload: Any, num_peers: int) -> None:
+    def apply(self, payload: object, num_peers: int) -> None:
         """Full topology: take in one peer's update (also the peer's own) of `num_peers`."""
 
-    def copy(self, source: int, payload: Any) -> None:
+    def copy(self, source: int, payload: object) -> None:
         """Gossip: bring the copy of `source` up to date (also the peer's own)."""
 
     def mix(self, rank: int, weights: dict[int, float], rate: float) -> None:
@@ -232,13 +232,13 @@ class PeerReplica(Protocol):
     def total(self) -> Any:
         """The parameters, as a payload that sums can be added to."""
 
-    def add(self, total: Any, other: Any) -> Any:
+    def add(self, total: object, other: object) -> Any:
         """total + other, as one payload."""
 
-    def divide(self, total: Any, count: int) -> Any:
+    def divide(self, total: object, count: int) -> Any:
         """total / count, as one payload."""
 
-    def settle(self, mean: Any) -> float:
+    def settle(self, mean: object) -> float:
         """Take the mean of all peers; returns how far this peer was from it, relative to its length."""
 
     def digest(self) -> str:

@@ -40,7 +40,7 @@ class RowPulls:
             return self._early.popleft()
         return (yield from self._receive(awaited, served))
 
-    def of_batch(self, lease: Any, step: int) -> Steps:
+    def of_batch(self, lease: object, step: int) -> Steps:
         """Fetch the rows of a batch."""
         yield from self.fetch(lambda: self.replica.missing(lease, step), self.replica.hold)
 

@@ -271,7 +271,7 @@ def _natural(name: str) -> list[Any]:
     ]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return show(value) if not isinstance(value, float) else f"{value:.6g}"
 
 
@@ -292,7 +292,7 @@ def as_text(found: Table) -> str:
     return "\n".join(parts)
 
 
-def _blocks(head: Sequence[str], cells: Sequence[Sequence[Any]], num_first: int) -> str:
+def _blocks(head: Sequence[str], cells: Sequence[Sequence[object]], num_first: int) -> str:
     lines = [list(map(_cell, head)), *([_cell(cell) for cell in row] for row in cells)]
     widths = [min(WIDTH - 2, max(len(line[column]) for line in lines)) for column in range(len(head))]
     first = list(range(num_first))
@@ -310,7 +310,7 @@ def _blocks(head: Sequence[str], cells: Sequence[Sequence[Any]], num_first: int)
     return "\n\n".join(texts)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     return printable(f"{value:.5g}" if isinstance(value, float) else str(value))
 
 

@@ -311,7 +311,7 @@ def _bytes(found: Mapping[str, Any]) -> dict[str, int]:
     return {"rank_bytes": max(sent)} if sent else {}
 
 
-def _progress(folder: Path, found: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
+def _progress(folder: Path, found: Mapping[str, object], target: Mapping[str, object]) -> dict[str, Any]:
     """How loss and metrics went, and when the target was met."""
     measured = read_runs([folder])[0].validations("virtual_s")
     return {

@@ -73,7 +73,7 @@ def _traffic(rows: list[Mapping[str, Any]], has_target: bool) -> Iterator[str]:
     yield "  (bytes that the busiest server takes in and sends out, or that a rank sends)"
 
 
-def _restarts(number: int, restarts: Mapping[str, Any]) -> str:
+def _restarts(number: int, restarts: Mapping[str, object]) -> str:
     return (
         f"started again {number} time{'s' * (number > 1)}: {restarts['repeated_s']:.4g} s of work repeated, "
         f"{restarts['starting_s']:.4g} s of starting"

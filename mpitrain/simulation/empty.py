@@ -48,10 +48,10 @@ class Nothing:
 class Quiet:
     """A report that goes nowhere."""
 
-    def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: Any) -> None:
+    def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: object) -> None:
         """Not reported."""
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, **fields: object) -> None:
         """Not reported."""
 
     def pause(self, seconds: float) -> None:
@@ -68,17 +68,17 @@ class EmptyStore:
     def __init__(self, reply: Bytes, final: Bytes, codes: bool = False):
         self.reply, self.final, self.codes = reply, final, codes
 
-    def add(self, worker: int, payload: Any, weight: float, share: float = 1.0) -> None:
+    def add(self, worker: int, payload: object, weight: float, share: float = 1.0) -> None:
         """Nothing is added."""
 
     def hear_options(self, text: str) -> None:
         """There is no optimizer."""
 
-    def correct(self, worker: int, payload: Any, num_reads: int) -> Any:
+    def correct(self, worker: int, payload: object, num_reads: int) -> Any:
         """As it came."""
         return payload
 
-    def mask(self, payload: Any, spans: list[tuple[int, int]]) -> Any:
+    def mask(self, payload: object, spans: list[tuple[int, int]]) -> Any:
         """As it came."""
         return payload
 
@@ -103,7 +103,7 @@ class EmptyStore:
 class EmptySums:
     """Adds nothing up."""
 
-    def add(self, total: Any, others: Sequence[tuple[float, Any]]) -> None:
+    def add(self, total: object, others: Sequence[tuple[float, object]]) -> None:
         """It is as large as one."""
 
 
@@ -141,10 +141,10 @@ class EmptyReplica(_Steps):
         super().__init__()
         self.pushes = pushes
 
-    def load(self, shard: int, payload: Any) -> None:
+    def load(self, shard: int, payload: object) -> None:
         """Nothing to take over."""
 
-    def subtract(self, shard: int, payload: Any) -> None:
+    def subtract(self, shard: int, payload: object) -> None:
         """Nothing to move."""
 
     def gradient(self, lease: Any, step: int) -> Nothing:
@@ -190,10 +190,10 @@ class EmptyPeer(_Steps):
         """What to send of it."""
         return self.message
 
-    def apply(self, payload: Any, num_peers: int) -> None:
+    def apply(self, payload: object, num_peers: int) -> None:
         """Nothing changes."""
 
-    def copy(self, source: int, payload: Any) -> None:
+    def copy(self, source: int, payload: object) -> None:
         """Nothing changes."""
 
     def mix(self, rank: int, weights: dict[int, float], rate: float) -> None:
@@ -206,15 +206,15 @@ class EmptyPeer(_Steps):
         """As large as the model."""
         return self.model
 
-    def add(self, total: Any, other: Any) -> Any:
+    def add(self, total: object, other: object) -> Any:
         """As large as one."""
         return total
 
-    def divide(self, total: Any, count: int) -> Any:
+    def divide(self, total: object, count: int) -> Any:
         """As large as one."""
         return total
 
-    def settle(self, mean: Any) -> float:
+    def settle(self, mean: object) -> float:
         """All are alike."""
         return 0.0
 

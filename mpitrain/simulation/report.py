@@ -31,7 +31,7 @@ class VirtualLog:
         self._losses: list[float] = []
         self._num_ends = 0  # of the job, that are reported
 
-    def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: Any) -> None:
+    def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: object) -> None:
         """One push was taken."""
         now_s = self._now_s()
         self.report.progress(samples, step, epoch, loss, virtual_s=now_s, **fields)
@@ -48,7 +48,7 @@ class VirtualLog:
     def until_now(self) -> None:
         """All virtual time counts."""
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, **fields: object) -> None:
         """A validation or another note."""
         self.report.event(name, virtual_s=self._now_s(), **fields)
 

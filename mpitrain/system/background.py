@@ -13,7 +13,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
 
 from mpitrain.one_at_a_time import parse_in_turn
 
@@ -21,7 +20,7 @@ Take = Callable[[BaseException], None]
 _take: ContextVar[Take | None] = ContextVar("take", default=None)
 
 
-def thread(name: str, work: Callable[..., object], *arguments: Any) -> threading.Thread:
+def thread(name: str, work: Callable[..., object], *arguments: object) -> threading.Thread:
     """A thread that is yet to be started; it is called `mpitrain-<name>`."""
     parse_in_turn()
     return threading.Thread(
@@ -29,14 +28,14 @@ def thread(name: str, work: Callable[..., object], *arguments: Any) -> threading
     )
 
 
-def start(name: str, work: Callable[..., object], *arguments: Any) -> threading.Thread:
+def start(name: str, work: Callable[..., object], *arguments: object) -> threading.Thread:
     """A thread that does this from now on."""
     started = thread(name, work, *arguments)
     started.start()
     return started
 
 
-def _run(work: Callable[..., object], arguments: tuple[Any, ...], take: Take | None) -> None:
+def _run(work: Callable[..., object], arguments: tuple[object, ...], take: Take | None) -> None:
     _take.set(take)
     try:
         work(*arguments)

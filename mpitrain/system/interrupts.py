@@ -20,7 +20,7 @@ _goes_on = False  # whether the process goes on after what is under way
 _num_whole = 0
 
 
-def interrupt(_number: int, frame: Any) -> None:
+def interrupt(_number: int, frame: object) -> None:
     """The handler."""
     waits = _goes_on and not _heard.is_set() and (_num_whole > 0 or _is_import(frame))
     _heard.set()

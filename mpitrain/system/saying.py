@@ -101,7 +101,7 @@ def escape_what_cannot_be_printed(*streams: TextIO | None) -> None:
                 reconfigure(errors="backslashreplace")
 
 
-def csv_cell(value: Any) -> Any:
+def csv_cell(value: object) -> Any:
     """A cell of a table for spreadsheets: a text that one would take for a formula begins with an apostrophe."""
     if not isinstance(value, str):
         return value

@@ -173,7 +173,7 @@ class Trace:
         number = next(self._numbers)
         self._flights[number] = name, category, self.clock(), args
 
-        def land(*_: Any) -> None:
+        def land(*_: object) -> None:
             if (flight := self._flights.pop(number, None)) is not None and not self.written:
                 self.add(*flight[:3], self.clock(), flight[3], number)
 
@@ -329,7 +329,7 @@ class _NoSpan:
 _NO_SPAN = _NoSpan()
 
 
-def span(name: str, category: str, **args: Any) -> _Span | _NoSpan:
+def span(name: str, category: str, **args: object) -> _Span | _NoSpan:
     """What happens within this `with`, by this thread."""
     if _now.recorder is None:
         return _NO_SPAN
@@ -341,7 +341,7 @@ def spanned(name: str, category: str) -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
-        def call(*arguments: Any, **options: Any) -> Any:
+        def call(*arguments: object, **options: object) -> Any:
             with span(name, category):
                 return function(*arguments, **options)
 
@@ -363,7 +363,7 @@ def watch(thing: object, **spans: tuple[str, str]) -> None:
             setattr(thing, method, spanned(name, category)(getattr(thing, method)))
 
 
-def flight(name: str, **args: Any) -> Callable[..., None] | None:
+def flight(name: str, **args: object) -> Callable[..., None] | None:
     """A message or collective begins its way; what is returned is to be called when it has come to its end. None where
     nothing is recorded."""
     if _now.recorder is None:

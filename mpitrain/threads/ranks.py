@@ -67,7 +67,7 @@ class ThreadRanks(Ranks):
 
     # ---- collectives
 
-    def meet(self, brought: Any = None, make: Callable[[list[Any]], Any] = list) -> Any:
+    def meet(self, brought: object = None, make: Callable[[list[Any]], Any] = list) -> Any:
         """Answered, when every rank has come, with what `make` gives for all that was brought."""
         with self._waiting():
             return self._all.meet(self.rank, brought, make)
@@ -75,14 +75,14 @@ class ThreadRanks(Ranks):
     def barrier(self) -> None:
         self.meet()
 
-    def allgather(self, value: Any) -> list[Any]:
+    def allgather(self, value: object) -> list[Any]:
         return [json.loads(text) for text in self.meet(json.dumps(value))]
 
-    def broadcast(self, value: Any, root: int = 0) -> Any:
+    def broadcast(self, value: object, root: int = 0) -> Any:
         text = self.meet(json.dumps(value) if self.rank == root else "")[root]
         return json.loads(text)
 
-    def gather(self, value: Any) -> list[Any] | None:
+    def gather(self, value: object) -> list[Any] | None:
         everything = self.allgather(value)
         return everything if self.rank == 0 else None
 
@@ -90,13 +90,13 @@ class ThreadRanks(Ranks):
         everything: list[bytes] = self.meet(data)
         return everything if self.rank == 0 else None
 
-    def from_first_of_node(self, value: Any) -> Any:
+    def from_first_of_node(self, value: object) -> Any:
         return self.broadcast(value)
 
     def largest(self, own: Sequence[int], what: str) -> list[int]:
         return [max(numbers) for numbers in zip(*self.meet(list(own)), strict=True)]
 
-    def gather_living(self, value: Any, wait_s: float = 1.0) -> dict[int, Any] | None:
+    def gather_living(self, value: object, wait_s: float = 1.0) -> dict[int, Any] | None:
         hub = self.hub
         with hub.changed, self._waiting():
             hub.last_words[self.rank] = json.dumps(value)
@@ -112,7 +112,7 @@ class ThreadRanks(Ranks):
             self.evicted |= missing
             return {rank: json.loads(text) for rank, text in sorted(hub.last_words.items())}
 
-    def broadcast_living(self, value: Any) -> Any:
+    def broadcast_living(self, value: object) -> Any:
         hub = self.hub
         with hub.changed, self._waiting():
             if self.rank == 0:

@@ -43,7 +43,7 @@ class Sums:
         self._meet()  # the parts were read
         return result
 
-    def _meet(self, brought: Any = None) -> list[Any]:
+    def _meet(self, brought: object = None) -> list[Any]:
         with self.waiting():
             return list(self.meeting.meet(self.rank, brought))
 
@@ -62,7 +62,7 @@ class Sums:
                 _settle(tensor)
         self._meet()  # the values were read
 
-    def bring(self, value: Any) -> list[Any]:
+    def bring(self, value: object) -> list[Any]:
         """What all ranks bring, in the order of ranks; nobody changes it afterwards."""
         return self._meet(value)
 

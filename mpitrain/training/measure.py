@@ -235,7 +235,7 @@ class Meter:
         self.windows = Windows(self.begin_s, samples)
         self.metrics: dict[str, Any] = {}
 
-    def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: Any) -> None:
+    def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: object) -> None:
         """One step was taken; `samples` in all."""
         now_s = time.monotonic()
         self.num_calls += 1
@@ -254,7 +254,7 @@ class Meter:
         self.step = step
         self.windows = Windows(self.begin_s, samples)
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, **fields: object) -> None:
         """Something to put on record."""
         self.report.event(name, **fields)
 

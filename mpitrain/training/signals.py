@@ -27,7 +27,7 @@ _ends: EndRequests | None = None  # of this run, from its first on
 _is_command = False
 
 
-def _ask(number: int, _frame: Any) -> None:
+def _ask(number: int, _frame: object) -> None:
     global _ends
     _asked.set()
     rank_status.note_asked()
@@ -49,7 +49,7 @@ def _let_term_end(ends: EndRequests) -> None:
         ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
 
 
-def _die_of_term(*_: Any) -> None:
+def _die_of_term(*_: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.raise_signal(signal.SIGTERM)
 
@@ -59,7 +59,7 @@ def _forget_ends() -> None:
     _ends = None
 
 
-def _interrupt(number: int, frame: Any) -> None:
+def _interrupt(number: int, frame: object) -> None:
     if _is_command or is_rank():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     interrupts.interrupt(number, frame)

@@ -43,7 +43,7 @@ class Flows:
         self._under_way: dict[tuple[int, int], _Flow] = {}
         self._behind: dict[tuple[int, int], deque[tuple[int, Any]]] = {}
 
-    def start(self, now_s: float, source: int, to: int, num_bytes: int, what: Any) -> None:
+    def start(self, now_s: float, source: int, to: int, num_bytes: int, what: object) -> None:
         """A message sets out, or waits for the one before it."""
         pair = source, to
         if pair in self._under_way:

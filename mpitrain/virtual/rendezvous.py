@@ -82,7 +82,7 @@ class Rendezvous:
         self._under_way: set[tuple[int, int]] = set()  # whose data have set out
         self._idle: dict[int, list[Event]] = {}  # what a rank will look at when it calls MPI next
 
-    def send(self, source: int, to: int, num_bytes: int, message: Any, sent: Any) -> None:
+    def send(self, source: int, to: int, num_bytes: int, message: object, sent: object) -> None:
         """A message sets out, or its header does."""
         if num_bytes <= self._eager_bytes:
             self._begin(source, to, num_bytes, (source, message), sent)
@@ -106,7 +106,7 @@ class Rendezvous:
             for event in self._idle.pop(rank):
                 self._look(rank, event, True)
 
-    def arrived(self, rank: int, letter: tuple[int, Any], drives: bool) -> list[tuple[int, Any]]:
+    def arrived(self, rank: int, letter: tuple[int, object], drives: bool) -> list[tuple[int, Any]]:
         """A message (source, message) is there as a whole; returns those that may be taken now, in order."""
         pair = letter[0], rank
         queue = self._queues.get(pair)

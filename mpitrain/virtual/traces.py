@@ -82,7 +82,7 @@ class VirtualTrace(Trace):
         self._waits_since = self.clock() if self.recording else None
         self._waits_for = what, category
 
-    def resume(self, answer: Any) -> None:
+    def resume(self, answer: object) -> None:
         """The rank goes on with this answer."""
         if self._waits_since is not None:
             if self.recording and self.clock() > self._waits_since:

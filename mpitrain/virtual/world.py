@@ -201,7 +201,7 @@ class VirtualWorld:
         placed = self._links.nodes or self.network.nodes(1 + max(self._processes, default=0))
         return len(set(placed or ()))
 
-    def _schedule(self, time_s: float, process: _Process | None, event: Any) -> None:
+    def _schedule(self, time_s: float, process: _Process | None, event: object) -> None:
         self._serial += 1
         self._num_pending += type(event) is not _TimeUp
         heapq.heappush(self._heap, (time_s, self._serial, process, event))
@@ -237,7 +237,7 @@ class VirtualWorld:
         silent = [rank for rank, how in self.broken.items() if how not in DEADLY]
         return bool(silent) and self._num_looks < MOST_LOOKS
 
-    def _arrive(self, rendezvous: Rendezvous, process: _Process, message: tuple[int, Any]) -> None:
+    def _arrive(self, rendezvous: Rendezvous, process: _Process, message: tuple[int, object]) -> None:
         """A message is there as a whole; one that was sent behind another waits for that."""
         for one in rendezvous.arrived(process.rank, message, self._drives(process)):
             self._deliver(process, one)
@@ -265,7 +265,7 @@ class VirtualWorld:
         computing.broken_off, process.computing = True, None
         self._advance(process, Interrupted())
 
-    def _advance(self, process: _Process, answer: Any) -> None:
+    def _advance(self, process: _Process, answer: object) -> None:
         """Run a role until it has to wait for a message or for time to pass."""
         trace, send = process.trace, process.role.send
         while True:
@@ -383,7 +383,7 @@ class VirtualWorld:
         else:
             self._begin(source, to, num_bytes, (source, message), effect.message)
 
-    def _begin(self, source: int, to: int, num_bytes: int, event: Any, sent: Any = None) -> None:
+    def _begin(self, source: int, to: int, num_bytes: int, event: object, sent: Any = None) -> None:
         """Bytes set out, and `event` happens to rank `to` when the last one is there. `sent`: the message that a trace
         shows."""
         if self._flows is not None:
@@ -443,7 +443,7 @@ def _wait_of(process: _Process) -> str:
     return found
 
 
-def _send_on(trace: VirtualTrace, send: Callable[[Any], Effect], answer: Any) -> Effect:
+def _send_on(trace: VirtualTrace, send: Callable[[Any], Effect], answer: object) -> Effect:
     """The next effect of a role whose spans are recorded."""
     trace.resume(answer)
     with active(trace):
@@ -463,7 +463,7 @@ def _carry_out(trace: VirtualTrace, effect: Compute, took_s: float) -> Any:
     return trace.compute(effect.task)
 
 
-def _throw_away(event: Any) -> None:
+def _throw_away(event: object) -> None:
     """Nobody is there to receive it."""
     message = event[1] if isinstance(event, tuple) else getattr(event, "message", None)
     if message is not None:

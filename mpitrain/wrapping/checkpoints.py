@@ -138,7 +138,7 @@ class Saver:
         self.others.append(other)
         self.about["further_models"] = [one.about["parameters"] for one in self.others]
 
-    def save(self, run_dir: Path, step: int, state: Any, keep: int) -> None:
+    def save(self, run_dir: Path, step: int, state: object, keep: int) -> None:
         """`mt.save`."""
         further = [other.take(step, run_dir, keep) for other in self.others]
         tree = copied({**self.take(step, run_dir, keep), "loop": state, "further_models": further})

@@ -105,7 +105,7 @@ def _watch_steps(
     averaged = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     num_groups = len(optimizer.param_groups)
 
-    def check(optimizer: Optimizer, *_: Any) -> None:
+    def check(optimizer: Optimizer, *_: object) -> None:
         exchange.check_whole()
         in_place.end_interval()
         for group in optimizer.param_groups[num_groups:]:
@@ -118,7 +118,7 @@ def _watch_steps(
                     "before mpitrain.wrap, and add the group then or later"
                 )
 
-    def count(*_: Any) -> None:
+    def count(*_: object) -> None:
         guard.after_step()
         in_place.begin_interval()
         runtime.step += 1

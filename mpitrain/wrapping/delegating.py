@@ -42,7 +42,7 @@ class DelegatingOptimizer(Optimizer):
         self.own_step: Callable[..., Any] = optimizer.step
         _redirect(optimizer, self)
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: object = None) -> Any:
         """One step of this worker."""
         raise NotImplementedError
 
@@ -77,7 +77,7 @@ def _share(name: str) -> property:
     def look(self: DelegatingOptimizer) -> Any:
         return getattr(self.inner, name)
 
-    def change(self: DelegatingOptimizer, value: Any) -> None:
+    def change(self: DelegatingOptimizer, value: object) -> None:
         setattr(self.inner, name, value)
 
     return property(look, change)
@@ -90,7 +90,7 @@ for _name in _SHARED:
 def _redirect(optimizer: Optimizer, delegate: DelegatingOptimizer) -> None:
     """Whoever kept the user's optimizer (a trainer, a scaler) and steps it, steps the delegate."""
 
-    def step(self: Optimizer, *arguments: Any, **named: Any) -> Any:
+    def step(self: Optimizer, *arguments: object, **named: object) -> Any:
         return delegate.step(*arguments, **named)
 
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:

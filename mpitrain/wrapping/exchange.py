@@ -72,7 +72,7 @@ class Exchange:
             "(requires_grad_(False)) before mpitrain.wrap"
         )
 
-    def _reach(self, number: int, *_: Any) -> None:
+    def _reach(self, number: int, *_: object) -> None:
         """The backward pass is about to add to the gradient of this parameter."""
         if not self.parallel.require_backward_grad_sync:
             return

@@ -243,7 +243,7 @@ def finish() -> None:
         current.watchdog.__exit__()
 
 
-def save(run_dir: str | os.PathLike[str], step: int, state: Any = None, keep: int = 2) -> None:
+def save(run_dir: str | os.PathLike[str], step: int, state: object = None, keep: int = 2) -> None:
     """Write a checkpoint, `run_dir/checkpoints/STEP`; every worker calls it at the same step of its loop, after
     `optimizer.step()`. It holds the model, the optimizers and what strategies and codecs keep, on servers too; on
     return this worker's part and those of all servers are written, and when all workers have returned, all of it.

@@ -50,7 +50,7 @@ class ServerOptimizer(DelegatingOptimizer):
         self._replica.model.in_place.begin_interval()
         atexit.register(self._leave)
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: object = None) -> Any:
         """Push the gradients, wait for the answer; the model then holds the servers' parameters. Returns
         the closure's loss.
 
@@ -102,7 +102,7 @@ class ServerOptimizer(DelegatingOptimizer):
             )
         super().load_state_dict(state_dict)
 
-    def _go_on(self, answer: Any) -> None:
+    def _go_on(self, answer: object) -> None:
         """Hand the role what it has asked for; returns when it asks again."""
         self._active = self._world.advance(self._role, answer) is not None
         if not self._active:

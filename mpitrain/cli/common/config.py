@@ -66,7 +66,7 @@ def _action(parser: Parser, path: str, key: str) -> argparse.Action:
     return known[option]
 
 
-def _words(path: str, key: str, value: Any, action: argparse.Action) -> list[str]:
+def _words(path: str, key: str, value: object, action: argparse.Action) -> list[str]:
     """The option with this value, or several times where it takes several."""
     option, where = f"--{_option(key)}", f"--config {path}: {key}"
     if action.nargs == 0:

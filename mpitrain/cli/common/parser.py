@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         name = option.partition("=")[0]
         self.error(f"unknown option {name!r}{did_you_mean(name, self._option_string_actions)}")
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
             raise argparse.ArgumentError(

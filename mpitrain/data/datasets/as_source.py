@@ -14,12 +14,12 @@ from mpitrain.data.read.reader import Source
 from mpitrain.errors import UsageError
 
 
-def is_source(value: Any) -> bool:
+def is_source(value: object) -> bool:
     """Whether it can be read as it is."""
     return hasattr(value, "scan") and hasattr(value, "reader") and not isinstance(value, type)
 
 
-def is_map_style(value: Any) -> bool:
+def is_map_style(value: object) -> bool:
     """Whether it has samples by index, as torch's map-style datasets have."""
     plain = isinstance(value, str | bytes | Mapping | DataLoader | type)
     return not plain and hasattr(value, "__getitem__") and not isinstance(value, IterableDataset)
@@ -37,7 +37,7 @@ def as_source(value: Any, **options: Any) -> Source | None:
     return Samples(value, **options) if is_map_style(value) else None
 
 
-def checked_source(value: Any, owner: str) -> Source:
+def checked_source(value: object, owner: str) -> Source:
     """`value` as a source.
 
     Raises:

@@ -45,7 +45,7 @@ def collate(samples: list[Any], numbers: Sequence[int], collate_fn: Collate | No
     return batch
 
 
-def by_name(item: Any) -> dict[str, Any]:
+def by_name(item: object) -> dict[str, Any]:
     """The values of a sample or a batch by name."""
     if isinstance(item, Mapping):
         return dict(item)
@@ -70,7 +70,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
 
 
-def _tensor(value: Any, key: Any, name: str) -> torch.Tensor:
+def _tensor(value: object, key: object, name: str) -> torch.Tensor:
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         value = torch.from_numpy(value)
     if not isinstance(value, torch.Tensor) or not isinstance(key, str):
@@ -105,7 +105,7 @@ def _check_alike(samples: list[Any], numbers: Sequence[int], name: str) -> None:
                 )
 
 
-def _shape(value: Any) -> str:
+def _shape(value: object) -> str:
     if isinstance(value, torch.Tensor | np.ndarray):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return type(value).__name__

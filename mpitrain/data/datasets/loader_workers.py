@@ -77,7 +77,7 @@ class LoaderWorkers:
             raise
         self._finalize = weakref.finalize(self, _end, self._connections, self._processes)
 
-    def submit(self, key: Hashable, job: tuple[Any, ...]) -> None:
+    def submit(self, key: Hashable, job: tuple[object, ...]) -> None:
         """Have the process with the least to do make this one after what it has."""
         worker = min(range(len(self._processes)), key=lambda one: len(self._waiting[one]))
         number = next(self._numbers)
@@ -208,7 +208,7 @@ def work(
             os._exit(0)
 
 
-def _outcome(load: Callable[..., Batch], job: tuple[Any, ...], failed: str) -> tuple[bool, Any]:
+def _outcome(load: Callable[..., Batch], job: tuple[object, ...], failed: str) -> tuple[bool, Any]:
     if failed:
         return False, failed
     try:

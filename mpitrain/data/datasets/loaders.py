@@ -37,7 +37,7 @@ class Adopted(NamedTuple):
     drop_last: bool = False
 
 
-def adopt(key: str, value: Any, transform: Transform | None = None) -> Adopted:
+def adopt(key: str, value: object, transform: Transform | None = None) -> Adopted:
     """Make a source of what a user has.
 
     Args:
@@ -120,7 +120,7 @@ def _weights(where: str, loader: DataLoader[Any], trains: bool) -> tuple[Any, in
     raise UsageError(f"{where} {_way_out(sampler, trains)}")
 
 
-def _way_out(sampler: Any, trains: bool) -> str:
+def _way_out(sampler: object, trains: bool) -> str:
     name = type(sampler).__name__
     if not trains:
         return (

@@ -22,7 +22,7 @@ class NamedColumns:
         UsageError: a column is no array of numbers, or they differ in length; names it.
     """
 
-    def __init__(self, columns: Mapping[Any, Any]):
+    def __init__(self, columns: Mapping[Any, object]):
         self.columns = {_name(name): _column(name, value) for name, value in columns.items()}
         if not self.columns:
             raise UsageError(
@@ -40,13 +40,13 @@ class NamedColumns:
         return {name: column[index] for name, column in self.columns.items()}
 
 
-def _name(name: Any) -> str:
+def _name(name: object) -> str:
     if not isinstance(name, str):
         raise UsageError(f"data: the columns of a dict have names, got {name!r}; write it as text")
     return name
 
 
-def _column(name: Any, value: Any) -> Any:
+def _column(name: object, value: object) -> Any:
     if hasattr(value, "detach"):  # a tensor
         column: Any = value
     else:
@@ -66,7 +66,7 @@ def _column(name: Any, value: Any) -> Any:
     return column
 
 
-def refuse_arrays(value: Any, owner: str) -> None:
+def refuse_arrays(value: object, owner: str) -> None:
     """Refuse a tuple, or a short list, of arrays of one length.
 
     Raises:
@@ -88,7 +88,7 @@ def refuse_arrays(value: Any, owner: str) -> None:
     )
 
 
-def _is_array(one: Any) -> bool:
+def _is_array(one: object) -> bool:
     if isinstance(one, list):
         return len(one) > 0 and isinstance(one[0], int | float | list)
     return hasattr(one, "shape") and hasattr(one, "dtype") and len(one.shape) > 0

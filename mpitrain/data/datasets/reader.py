@@ -40,7 +40,7 @@ class LoaderOptions:
     timeout: float = 0
 
     @classmethod
-    def of(cls, owner: Any) -> LoaderOptions:
+    def of(cls, owner: object) -> LoaderOptions:
         """Those that are attributes of `owner`."""
         return cls(**{field.name: getattr(owner, field.name) for field in dataclasses.fields(cls)})
 

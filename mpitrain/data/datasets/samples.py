@@ -141,7 +141,7 @@ class Loading:
                     samples.append(self._get(self.dataset.__getitem__, index, f"sample {index}"))
             return collate(samples, indices, self.collate_fn, self.name)
 
-    def _get(self, get: Callable[[Any], Any], index: Any, what: str) -> Any:
+    def _get(self, get: Callable[[Any], Any], index: object, what: str) -> Any:
         try:
             return get(index)
         except Exception as error:

@@ -214,7 +214,7 @@ class Passing:
             self._epoch = -1
             raise DataError(f"{self.name}: has more samples than its length says, {self.length}; {LENGTH}")
 
-    def _keep(self, number: int, sample: Any) -> None:
+    def _keep(self, number: int, sample: object) -> None:
         self._kept[number] = sample
         self._kept_bytes += _bytes_of(sample)
         while self._kept_bytes > KEPT_BYTES and self._kept:
@@ -226,6 +226,6 @@ class Passing:
         return sample
 
 
-def _bytes_of(sample: Any) -> int:
+def _bytes_of(sample: object) -> int:
     values = by_name(sample).values() if isinstance(sample, dict | tuple | list) else [sample]
     return sum(one.nbytes if isinstance(one, torch.Tensor | np.ndarray) else 64 for one in values)

@@ -54,7 +54,7 @@ Column = Array | Ragged
 Columns = dict[str, Column]
 
 
-def columns_of(batch: Mapping[str, Any], variable: Collection[str], where: str) -> Columns:
+def columns_of(batch: Mapping[str, object], variable: Collection[str], where: str) -> Columns:
     """A batch as columns, by name.
 
     Args:
@@ -93,7 +93,7 @@ def _column(name: str, value: Any, variable: bool, where: str) -> Column:
         raise DataError(f"{where}: array {name!r} makes no array ({error}){way_out}") from error
 
 
-def as_sample(value: Any) -> Array:
+def as_sample(value: object) -> Array:
     """One sample's value as an array; text becomes its UTF-8 bytes."""
     if isinstance(value, str):
         value = value.encode()

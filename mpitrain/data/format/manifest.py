@@ -121,7 +121,7 @@ class Manifest:
 RECEIPT = ".done"  # `.train-00000.h5.done`: that shard is whole, while the pack is not
 
 
-def _check_fields(fields: Any) -> None:
+def _check_fields(fields: object) -> None:
     """Refuse what `write` never writes; above all names of files that are not shards of this very directory.
 
     Raises:

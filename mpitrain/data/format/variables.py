@@ -104,7 +104,7 @@ def _first_dimension(dataset: h5py.Dataset) -> str:
     return str(scales[0].name).lstrip("/") if scales else f"length {dataset.shape[0]}"
 
 
-def read_columns(columns: Any) -> MadeOf:
+def read_columns(columns: object) -> MadeOf:
     """What `Shards(columns=...)` says: a dict of an array's name to the path of its dataset, or to a list of paths that
     are stacked on axis 1, behind the samples; or such names alone.
 
@@ -184,7 +184,7 @@ def decoding_of(path: str, name: str, dataset: h5py.Dataset) -> Decoding | None:
     return Decoding(stored.name, dtype, unsigned, scale, offset, tuple(missing))
 
 
-def _text(value: Any) -> Any:
+def _text(value: object) -> Any:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 

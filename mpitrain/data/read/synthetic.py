@@ -13,7 +13,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +45,7 @@ class Synthetic:
     num_samples: int
     arrays: tuple[tuple[str, tuple[int, ...], str, int | None], ...]
 
-    def __init__(self, num_samples: int = 8192, **arrays: tuple[Any, ...]):
+    def __init__(self, num_samples: int = 8192, **arrays: tuple[object, ...]):
         if num_samples < 1:
             raise UsageError(f"Synthetic: num_samples must be at least 1, got {num_samples}")
         if not arrays:
@@ -73,7 +72,7 @@ class Synthetic:
         return ChunkReader(catalogue, seed, PoolStore(self, catalogue, seed))
 
 
-def _parse(name: str, spec: Any) -> tuple[str, tuple[int, ...], str, int | None]:
+def _parse(name: str, spec: object) -> tuple[str, tuple[int, ...], str, int | None]:
     """(name, shape, dtype name, high or None) of one array, checked."""
     expected = (
         f"Synthetic: {name}={spec!r}: expected (shape, dtype) for floats or (shape, dtype, high) for integers"

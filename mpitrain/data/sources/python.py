@@ -39,7 +39,7 @@ STREAM_BATCH = 64
 class Stream:
     """Samples that come one after the other, once: no order but theirs, and no restart."""
 
-    def __init__(self, samples: Iterable[Any], name: str, variable: Collection[str]):
+    def __init__(self, samples: Iterable[object], name: str, variable: Collection[str]):
         self.name, self._samples, self._variable = name, samples, variable
         self.chosen: Mapping[str, Any] = {}
 
@@ -76,7 +76,7 @@ class DatasetSource(Source):
         return {"samples": self.num_samples}
 
 
-def collate(items: Sequence[tuple[int, Any]], variable: Collection[str], where: str) -> Columns:
+def collate(items: Sequence[tuple[int, object]], variable: Collection[str], where: str) -> Columns:
     """Numbered samples as columns.
 
     Raises:
@@ -110,7 +110,7 @@ def collate(items: Sequence[tuple[int, Any]], variable: Collection[str], where: 
     return columns
 
 
-def _by_name(item: Any) -> Mapping[str, Any]:
+def _by_name(item: object) -> Mapping[str, Any]:
     if isinstance(item, Mapping):
         return item
     if isinstance(item, tuple | list) and len(item) == 2:
@@ -118,7 +118,7 @@ def _by_name(item: Any) -> Mapping[str, Any]:
     return {"x": item}
 
 
-def as_source(samples: Any, name: str, variable: Collection[str] = ()) -> Source | Stream:
+def as_source(samples: object, name: str, variable: Collection[str] = ()) -> Source | Stream:
     """A source made of what Python has.
 
     Args:

@@ -178,7 +178,7 @@ def _columns(table: Any, selection: Selection, where: str, max_gib: float) -> Co
     return made
 
 
-def _is_bytes(kind: Any) -> bool:
+def _is_bytes(kind: object) -> bool:
     from pyarrow import types
 
     return any(
@@ -225,7 +225,7 @@ def _column(array: Any, name: str, where: str, max_gib: float) -> Column:
     )
 
 
-def _large(kind: Any) -> Any:
+def _large(kind: object) -> Any:
     import pyarrow
 
     return pyarrow.large_string() if kind == pyarrow.string() else pyarrow.large_binary()

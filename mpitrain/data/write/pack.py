@@ -124,7 +124,7 @@ def _look_before(plan: Plan, ranks: Ranks, say: Say, tell: Say) -> None:
     ranks.agree(error)
 
 
-def _open(samples: Any, name: str | None, options: SourceOptions) -> Source | Stream:
+def _open(samples: object, name: str | None, options: SourceOptions) -> Source | Stream:
     if isinstance(samples, str | os.PathLike):
         origin = open_source(os.fspath(samples), options)
         origin.name = name or origin.name

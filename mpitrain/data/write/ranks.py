@@ -20,11 +20,11 @@ class Ranks(Protocol):
     @property
     def local_rank(self) -> int: ...
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: object) -> Any:
         """Rank 0's JSON value on every rank."""
         ...
 
-    def allgather(self, value: Any) -> list[Any]:
+    def allgather(self, value: object) -> list[Any]:
         """The JSON values of all ranks in rank order."""
         ...
 
@@ -36,10 +36,10 @@ class Ranks(Protocol):
 class _Alone:
     rank, size, local_rank = 0, 1, 0
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: object) -> Any:
         return value
 
-    def allgather(self, value: Any) -> list[Any]:
+    def allgather(self, value: object) -> list[Any]:
         return [value]
 
     def agree(self, error: Exception | None) -> None:

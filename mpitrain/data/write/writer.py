@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
 
 from mpitrain.data.format.catalogue import ArraySpec
 from mpitrain.data.format.columns import (
@@ -130,7 +129,7 @@ class ShardWriter:
         chunk_samples: int | None = None,
         compression: str | None = None,
         variable: tuple[str, ...] = (),
-        about: Any = None,
+        about: object = None,
         ranks: Ranks = ALONE,
     ):
         for name, value in (("shard_samples", shard_samples), ("chunk_samples", chunk_samples)):
@@ -168,7 +167,7 @@ class ShardWriter:
             old.remove(self.directory)
         self._manifest().write(self.directory)
 
-    def add(self, batch: Mapping[str, Any], split: str = "train") -> None:
+    def add(self, batch: Mapping[str, object], split: str = "train") -> None:
         """Write a batch: name -> samples on axis 0, for variable arrays one array, string or bytes per sample."""
         if not self._entered:
             raise UsageError("ShardWriter: use it as a context manager: with mt.ShardWriter(...) as writer:")
@@ -188,7 +187,7 @@ class ShardWriter:
         self._splits[split].append(columns)
         self.num_samples += num_samples(columns)
 
-    def add_sample(self, sample: Mapping[str, Any], split: str = "train") -> None:
+    def add_sample(self, sample: Mapping[str, object], split: str = "train") -> None:
         """Write one sample: name -> its value."""
         self.add({name: [value] for name, value in sample.items()}, split)
 

@@ -28,7 +28,7 @@ def without_compiler() -> Iterator[None]:
         yield
         return
 
-    def plain(*arguments: Any, **options: Any) -> Any:
+    def plain(*arguments: object, **options: object) -> Any:
         return add(*arguments, **options)
 
     setattr(add, KNOWN, plain)

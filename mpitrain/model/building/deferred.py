@@ -280,11 +280,11 @@ class Deferred:
             )
         )  # fmt: skip
 
-    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
+    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any], made: object) -> None:
         """Random numbers move on. What is drawn goes into memory that is used again: the gaps that large tensors leave
         would be filled with small ones, and not be given back."""
 
-        def scratch(value: Any) -> Any:
+        def scratch(value: object) -> Any:
             if not isinstance(value, torch.Tensor) or not value.is_meta:
                 return value
             num_bytes = value.untyped_storage().nbytes()
@@ -396,7 +396,7 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self._deferred = deferred
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         return self._deferred.operation(func, args, kwargs or {})
 
 
@@ -405,7 +405,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._deferred = deferred
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         return self._deferred.function(func, args, kwargs or {})
 
 
@@ -426,11 +426,11 @@ def _become(tensor: torch.Tensor, real: torch.Tensor) -> None:
     torch._C._swap_tensor_impl(tensor, real)
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+def _tensors(tree: object) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
-def _is_dense(tree: Any) -> bool:
+def _is_dense(tree: object) -> bool:
     return all(one.layout == torch.strided and one.is_meta for one in _tensors(tree))
 
 
@@ -447,25 +447,25 @@ def _view(tensor: torch.Tensor) -> _View:
     return _View(_key(tensor), tensor.dtype, offset, size, stride)
 
 
-def _kept(value: Any) -> Any:
+def _kept(value: object) -> Any:
     """For the record: where a large tensor lies, and a copy of a small one, which may change."""
     if not isinstance(value, torch.Tensor):
         return value
     return _view(value) if value.is_meta else value.detach().clone()
 
 
-def _real(value: Any, storages: dict[int, torch.UntypedStorage]) -> Any:
+def _real(value: object, storages: dict[int, torch.UntypedStorage]) -> Any:
     if not isinstance(value, _View):
         return value
     tensor = torch.empty(0, dtype=value.dtype)
     return tensor.set_(storages[value.key], value.offset, value.size, value.stride)
 
 
-def _to_meta(value: Any) -> Any:
+def _to_meta(value: object) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
-def _nowhere(value: Any) -> Any:
+def _nowhere(value: object) -> Any:
     """A device, or a tensor there, that stands for the host."""
     if isinstance(value, torch.Tensor):
         return value.to(_NOWHERE) if value.device == _HOST else value

@@ -29,7 +29,7 @@ class Stage:
         return sum(parameter.numel() for parameter in self.module.parameters())
 
 
-def split_stages(module: nn.Module, count: int, how: Any = None) -> list[Stage]:
+def split_stages(module: nn.Module, count: int, how: object = None) -> list[Stage]:
     """The `count` stages of a module.
 
     Args:
@@ -92,7 +92,7 @@ def _names(saved: dict[str, Any], stage: nn.Module) -> dict[str, str]:
     return {name: local[id(tensor)] for name, tensor in saved.items() if id(tensor) in local}
 
 
-def _whole_name(saved: dict[str, Any], wanted: Any, otherwise: str) -> str:
+def _whole_name(saved: dict[str, Any], wanted: object, otherwise: str) -> str:
     return next((name for name, tensor in saved.items() if tensor is wanted), otherwise)
 
 

@@ -55,7 +55,7 @@ def read_loss(returned: Any) -> BatchLoss:
     return BatchLoss(total, weight)
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     """What a function has returned, in few words."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
@@ -68,7 +68,7 @@ class Tally:
     def __init__(self) -> None:
         self.sums: dict[str, list[float]] = {}  # name: sum, what to divide it by
 
-    def add(self, name: str, returned: Any, num_samples: int) -> None:
+    def add(self, name: str, returned: object, num_samples: int) -> None:
         """One batch's mean, or (sum, weight)."""
         loss = read_loss(returned)
         weight = float(num_samples) if loss.weight is None else loss.weight

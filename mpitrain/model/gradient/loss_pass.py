@@ -31,7 +31,7 @@ def passed(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, LossPass) else module
 
 
-def name_itself(model: Any) -> bool:
+def name_itself(model: object) -> bool:
     """From here on `model.module` is the model itself, as programs for torch's DDP write it; a model that has an
     attribute of this name keeps it. Returns whether it had none."""
     if not isinstance(model, nn.Module) or hasattr(model, "module"):
@@ -41,7 +41,7 @@ def name_itself(model: Any) -> bool:
 
 
 @contextlib.contextmanager
-def naming_itself(model: Any) -> Iterator[None]:
+def naming_itself(model: object) -> Iterator[None]:
     """`name_itself`, for as long as the block runs."""
     named = name_itself(model)
     try:

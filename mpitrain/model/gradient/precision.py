@@ -33,7 +33,7 @@ def autocast_forward(module: nn.Module, precision: str, device_type: str) -> Non
     """Compute every forward pass of `module` in `precision`, where it is called outside the job's functions."""
     forward = module.forward
 
-    def computed(*inputs: Any, **named: Any) -> Any:
+    def computed(*inputs: Any, **named: object) -> Any:
         with autocast(precision, device_type):
             return forward(*inputs, **named)
 

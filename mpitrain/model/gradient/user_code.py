@@ -39,7 +39,7 @@ class Checked:
     def __init__(self, function: BatchFunction, name: str, precision: str = "float32"):
         self.function, self.name, self.precision = function, name, precision
 
-    def __call__(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+    def __call__(self, model: object, batch: dict[str, torch.Tensor]) -> Any:
         try:
             with autocast(self.precision, next(iter(batch.values())).device.type), naming_itself(model):
                 value = self.function(model, batch)
@@ -71,7 +71,7 @@ def _explained(error: KeyError, name: str, batch: dict[str, torch.Tensor]) -> Ex
     )
 
 
-def _check_loss(returned: Any) -> None:
+def _check_loss(returned: object) -> None:
     value = read_loss(returned).total
     if not isinstance(value, torch.Tensor):
         raise UsageError(
@@ -90,7 +90,7 @@ def _check_loss(returned: Any) -> None:
         )
 
 
-def _check_predictions(returned: Any, num_samples: int) -> None:
+def _check_predictions(returned: object, num_samples: int) -> None:
     named = returned if isinstance(returned, Mapping) else {"": returned}
     for name, value in named.items():
         what = f"Job: predict[{name!r}]" if name else "Job: predict"
@@ -107,7 +107,7 @@ def _check_predictions(returned: Any, num_samples: int) -> None:
         raise UsageError("Job: predict has returned no tensor")
 
 
-def _check_metrics(returned: Any) -> None:
+def _check_metrics(returned: object) -> None:
     if not isinstance(returned, Mapping):
         raise UsageError(
             f'Job: metrics must return a dict such as {{"accuracy": mean}}, got {type(returned).__name__}'

@@ -28,7 +28,7 @@ def read_groups(optimizer: Optimizer) -> Groups:
     ]
 
 
-def _plain(key: str, value: Any) -> Any:
+def _plain(key: str, value: object) -> Any:
     if hasattr(value, "item") and getattr(value, "size", None) is not None and _is_single(value):
         value = value.item()  # of torch's and of numpy's numbers
     if isinstance(value, tuple | list):

@@ -126,7 +126,7 @@ class Rates:
         """Each group's options at first."""
         return [{key: _copy(value) for key, value in group.items()} for group in self._first]
 
-    def set(self, factor: Any) -> None:
+    def set(self, factor: object) -> None:
         """Every group's rate becomes `factor` times what it was at first; or, where that is a list, the groups of the
         job's optimizer get these options."""
         self._is_scheduled = True
@@ -241,7 +241,7 @@ def attached_schedulers(optimizer: Optimizer) -> list[LRScheduler]:
 def _numbers(scheduler: LRScheduler) -> dict[str, Any]:
     """A scheduler's settings and counts: plain numbers, and lists of them."""
 
-    def plain(value: Any) -> bool:
+    def plain(value: object) -> bool:
         return value is None or isinstance(value, bool | int | float | str)
 
     return {
@@ -251,7 +251,7 @@ def _numbers(scheduler: LRScheduler) -> dict[str, Any]:
     }
 
 
-def _copy(option: Any) -> Any:
+def _copy(option: object) -> Any:
     return option.clone() if isinstance(option, torch.Tensor) else option
 
 

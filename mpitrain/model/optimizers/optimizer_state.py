@@ -56,7 +56,7 @@ def state_digest(optimizer: Optimizer, parameters: list[nn.Parameter]) -> str:
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:12] if rows else ""
 
 
-def _summary(value: Any) -> Any:
+def _summary(value: object) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return f"{tuple(value.shape)} {float(torch.linalg.vector_norm(value.detach().double()))!r}"
@@ -86,5 +86,5 @@ def _merged(
     return first.detach().cpu().clone() if isinstance(first, torch.Tensor) else first
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

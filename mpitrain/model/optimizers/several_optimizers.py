@@ -44,7 +44,7 @@ class SeveralOptimizers(Optimizer):
         """What all of them remember, by parameter."""
         return {parameter: kept for one in self.optimizers.values() for parameter, kept in one.state.items()}
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: object = None) -> Any:
         """The job's step function steps each by name."""
         raise AssertionError("several optimizers are stepped by name")
 

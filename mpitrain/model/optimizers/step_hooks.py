@@ -44,7 +44,7 @@ class StepHooks:
     def __bool__(self) -> bool:
         return bool(self._before or self._after)
 
-    def before(self, closure: Any = None) -> None:
+    def before(self, closure: object = None) -> None:
         """The hooks before the step.
 
         Raises:
@@ -58,7 +58,7 @@ class StepHooks:
                         f"taken on the servers; {_WAY_OUT}"
                     )
 
-    def after(self, closure: Any = None) -> None:
+    def after(self, closure: object = None) -> None:
         """The hooks after the step.
 
         Raises:
@@ -69,7 +69,7 @@ class StepHooks:
             for hook in hooks:
                 hook(self.optimizer, self._arguments(closure), {})
 
-    def _arguments(self, closure: Any) -> tuple[Any, ...]:
+    def _arguments(self, closure: object) -> tuple[Any, ...]:
         return (self.optimizer,) if closure is None else (self.optimizer, closure)
 
     @contextlib.contextmanager
@@ -89,7 +89,7 @@ class StepHooks:
                 )
 
 
-def _name(hook: Callable[..., Any]) -> str:
+def _name(hook: Callable[..., object]) -> str:
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 

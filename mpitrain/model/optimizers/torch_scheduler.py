@@ -31,7 +31,7 @@ class StandIn(Optimizer):
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]):
         super().__init__([{**group, "params": [nn.Parameter(torch.zeros(()))]} for group in groups], defaults)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Nothing to train."""
 
 
@@ -96,7 +96,7 @@ class TorchSchedule:
         return self.options_at(round(epochs * self.ticks.epoch_samples))
 
 
-def _last_tick(scheduler: Any) -> int | None:
+def _last_tick(scheduler: object) -> int | None:
     """Behind which torch refuses to step it, or a part of it that is in force then."""
     if isinstance(scheduler, SequentialLR):
         starts = [0, *scheduler._milestones]

@@ -143,7 +143,7 @@ class PeerReplica:
         return VariableBuffer(message)
 
     @torch.no_grad()
-    def apply(self, payload: Any, num_peers: int) -> None:
+    def apply(self, payload: object, num_peers: int) -> None:
         """x <- x - q / num_peers."""
         self._take(payload, self.x, -1.0 / num_peers)
 

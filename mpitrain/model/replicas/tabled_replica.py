@@ -80,7 +80,7 @@ class TabledReplica(Replica):
         payload.release()
         return sections
 
-    def load(self, shard: int, payload: Any) -> None:
+    def load(self, shard: int, payload: object) -> None:
         """Take over one shard's parameters, and the rows that came with them in place of those of this shard."""
         if isinstance(payload, FixedBuffer):  # of the final model
             super().load(shard, payload)
@@ -91,7 +91,7 @@ class TabledReplica(Replica):
         super().load(shard, VariableBuffer(values) if what == What.CODED else _Numbers(values))
         self.rows.take(shard, sections[1:], anew=True)
 
-    def hold(self, shard: int, payload: Any) -> None:
+    def hold(self, shard: int, payload: object) -> None:
         """Take the rows that were asked for; the payload is released."""
         self.rows.take(shard, self._sections(shard, payload), anew=False)
 
@@ -190,7 +190,7 @@ class TabledReplica(Replica):
         return {shard: VariableBuffer(message) for shard, message in self.rows.asking(ids).items()}
 
     @torch.no_grad()
-    def hold_model(self, shard: int, payload: Any) -> None:
+    def hold_model(self, shard: int, payload: object) -> None:
         """Take rows of the final model into the weights of their layers."""
         for section in self._sections(shard, payload):
             assert section.slots is not None and section.values is not None

@@ -277,7 +277,7 @@ class Replica:
             buffer.copy_(saved)
 
 
-def _copied(tree: Any) -> Any:
+def _copied(tree: object) -> Any:
     return torch.utils._pytree.tree_map(
         lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree
     )

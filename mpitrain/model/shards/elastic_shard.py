@@ -60,11 +60,11 @@ class ElasticStore:
     def hear_options(self, text: str) -> None:
         """Workers hold the optimizers."""
 
-    def correct(self, worker: int, payload: Any, num_reads: int) -> Any:
+    def correct(self, worker: int, payload: object, num_reads: int) -> Any:
         """Nothing to correct: parameters are exchanged."""
         return payload
 
-    def mask(self, payload: Any, spans: list[tuple[int, int]]) -> Any:
+    def mask(self, payload: object, spans: list[tuple[int, int]]) -> Any:
         """All of it: an exchange may be made again."""
         return payload
 

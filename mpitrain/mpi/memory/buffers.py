@@ -193,7 +193,7 @@ def message_of(memory: torch.Tensor, *, reduction: bool = False) -> Message:
 
 
 def lease(
-    tensor: torch.Tensor, *, reads: bool, writes: bool, after: Any = None, on_host: bool = False
+    tensor: torch.Tensor, *, reads: bool, writes: bool, after: object = None, on_host: bool = False
 ) -> Lease:
     """Lend a tensor of any place and layout to MPI, in the thread that owns MPI.
 

@@ -23,7 +23,7 @@ class Accelerator(Protocol):
     def record_event(self, tensor: torch.Tensor) -> Any:
         """An event behind everything queued so far on the calling thread's current stream of the tensor's device."""
 
-    def wait_for(self, event: Any) -> None:
+    def wait_for(self, event: object) -> None:
         """Wait on the host until the device has reached `event`."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

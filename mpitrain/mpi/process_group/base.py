@@ -142,7 +142,7 @@ class GroupBase(dist.ProcessGroup):
         what: str,
         carry: Callable[[bool], Task | None],
         result: Any,
-        opts: Any = None,
+        opts: object = None,
         balance: int = 0,
         writes: bool = True,
         inputs: Any = None,
@@ -177,7 +177,7 @@ class GroupBase(dist.ProcessGroup):
         return not (self._has_left or profiled.is_on() or trace.is_on()) and len(self._ranks) > 1
 
     def _at_once(
-        self, name: str, what: str, carry: Callable[[bool], Task | None], result: Any, opts: Any
+        self, name: str, what: str, carry: Callable[[bool], Task | None], result: Any, opts: object
     ) -> MpiWork:
         """`_collective` for one that its caller waits for, without the objects that cost more than a small collective
         itself: as a rule it is done when this returns."""
@@ -213,12 +213,12 @@ class GroupBase(dist.ProcessGroup):
     def _remember(self, work: MpiWork) -> MpiWork:
         return work
 
-    def _limit(self, opts: Any) -> timedelta:
+    def _limit(self, opts: object) -> timedelta:
         """The timeout of one call: its own where the options name one, the group's otherwise."""
         own = getattr(opts, "timeout", None)
         return own if isinstance(own, timedelta) and own > _NO_TIME else self._timeout
 
-    def _call(self, may_block: bool, name: str, *arguments: Any) -> Task:
+    def _call(self, may_block: bool, name: str, *arguments: object) -> Task:
         """One of the library's own collectives: blocking where that is allowed, nonblocking otherwise."""
         if may_block:
             getattr(self._comm, name)(*arguments)

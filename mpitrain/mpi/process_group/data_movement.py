@@ -66,21 +66,21 @@ class DataMovement(GroupBase):
         return self._collective("allgather", what, carry, outputs, opts, inputs=inputs)
 
     def allgather_coalesced(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: object = None
     ) -> MpiWork:
         """outputs[r][i] becomes rank r's inputs[i]."""
         return self.allgather([list(slots) for slots in zip(*outputs)], list(inputs), opts)
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> MpiWork:
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> MpiWork:
         """output, seen as `size` equal parts, becomes the concatenation of all ranks' input."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> MpiWork:
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> MpiWork:
         """torch's older name for all_gather_single."""
         return self.all_gather_single(output, input, opts)
 
     def all_gather_single_coalesced(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: object = None
     ) -> MpiWork:
         """Several of them in one Work."""
         for output, own in zip(outputs, inputs):
@@ -114,7 +114,7 @@ class DataMovement(GroupBase):
         yield from self._call(may_block, "Allgather", buffers.IN_PLACE, message)
 
     def allgather_into_tensor_coalesced(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: object = None
     ) -> MpiWork:
         """torch's older name for all_gather_single_coalesced."""
         return self.all_gather_single_coalesced(outputs, inputs, opts)
@@ -145,7 +145,7 @@ class DataMovement(GroupBase):
             )
 
     def _root_moves(
-        self, name: str, own: torch.Tensor, slots: list[torch.Tensor], root: int, opts: Any, to_root: bool
+        self, name: str, own: torch.Tensor, slots: list[torch.Tensor], root: int, opts: object, to_root: bool
     ) -> MpiWork:
         events = [buffers.record_event(tensor) for tensor in (own, *slots)]
 
@@ -190,7 +190,7 @@ class DataMovement(GroupBase):
         input: torch.Tensor,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
-        opts: Any = None,
+        opts: object = None,
     ) -> MpiWork:
         """The same on parts of one tensor each, cut along the first dimension (equally, if no sizes are given)."""
         out_rows = self._rows("output", output, output_split_sizes)

@@ -70,7 +70,7 @@ def _by_device(name: str) -> Callable[..., Any]:
     own = getattr(MpiProcessGroup, name)
 
     @functools.wraps(own)
-    def method(self: MixedGroup, *arguments: Any, **named: Any) -> Any:
+    def method(self: MixedGroup, *arguments: object, **named: object) -> Any:
         device = _device_in((arguments, *named.values()))
         if device is None or device.type in self._our_types:
             return own(self, *arguments, **named)

@@ -187,7 +187,7 @@ class PointToPoint(GroupBase):
 
     # ---- barriers
 
-    def barrier(self, opts: Any = None) -> MpiWork:
+    def barrier(self, opts: object = None) -> MpiWork:
         """Done when all ranks have come here; with a device in the options, when its queued work is done, too."""
         device = getattr(opts, "device", None)
         if device is not None and device.type == "cuda":

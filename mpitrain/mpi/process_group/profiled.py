@@ -45,7 +45,7 @@ def begin(name: str, inputs: Any) -> Any:
     )
 
 
-def end(span: Any) -> None:
+def end(span: object) -> None:
     """End what `begin` has returned."""
     if span is None:
         return

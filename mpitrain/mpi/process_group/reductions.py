@@ -32,7 +32,7 @@ class Reductions(GroupBase):
         # DDP's join hands the Work of a small allreduce to C++, which keeps only the half of it that is C++'s own.
         self._recent: deque[MpiWork] = deque(maxlen=_NUM_RECENT)
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> MpiWork:  # type: ignore[override]
+    def allreduce(self, tensors: Any, opts: object = None) -> MpiWork:  # type: ignore[override]
         """Reduce each tensor over all ranks, in place; sparse ones by SUM and AVG."""
         tensors = as_list(tensors)
         first = tensors[0] if len(tensors) == 1 else None
@@ -46,11 +46,11 @@ class Reductions(GroupBase):
             self._recent.append(work)
         return work
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: object = None) -> MpiWork:
         """Several tensors in one Work."""
         return self._allreduce_all(tensors, opts, None)
 
-    def allreduce_on_wire(self, tensors: Any, wire: torch.dtype, opts: Any = None) -> MpiWork:
+    def allreduce_on_wire(self, tensors: Any, wire: torch.dtype, opts: object = None) -> MpiWork:
         """allreduce of float32 tensors that travel as `wire` (bfloat16 or float16): half the bytes, sums in float32.
         Every contribution is rounded once, and the sum once; with several nodes of several ranks each node's sum, too.
         Not part of torch; `wire_hooks.py` hands it to DDP."""
@@ -61,7 +61,7 @@ class Reductions(GroupBase):
             )
         return self._allreduce_all(tensors, opts, wire)
 
-    def _allreduce_one(self, tensor: torch.Tensor, result: list[torch.Tensor], opts: Any) -> MpiWork:
+    def _allreduce_one(self, tensor: torch.Tensor, result: list[torch.Tensor], opts: object) -> MpiWork:
         """The everyday case without the machinery, which costs more than a small allreduce itself."""
         reduction = Reduction.of(tensor.dtype, opts)
 
@@ -82,7 +82,7 @@ class Reductions(GroupBase):
             "allreduce", what, at_once, result, opts, writes=False
         )  # nothing in it overlaps
 
-    def _allreduce_all(self, tensors: list[torch.Tensor], opts: Any, wire: torch.dtype | None) -> MpiWork:
+    def _allreduce_all(self, tensors: list[torch.Tensor], opts: object, wire: torch.dtype | None) -> MpiWork:
         wanted = [Reduction.of(tensor.dtype, opts) for tensor in tensors]
         events = [buffers.record_event(tensor) for tensor in tensors]
         kinds = "/".join(dict.fromkeys(reduction.kind for reduction in wanted))
@@ -215,16 +215,18 @@ class Reductions(GroupBase):
         what = "; ".join(shape_of(slots) for slots in inputs)
         return self._scatter_reduced("reduce_scatter", what, outputs, inputs, opts)
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> MpiWork:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: object = None
+    ) -> MpiWork:
         """output becomes this rank's part of the reduction of all inputs, each seen as `size` equal parts."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> MpiWork:
+    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> MpiWork:
         """torch's older name for reduce_scatter_single."""
         return self.reduce_scatter_single(output, input, opts)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: object = None
     ) -> MpiWork:
         """Several of them in one Work."""
         for output, whole in zip(outputs, inputs):
@@ -236,13 +238,13 @@ class Reductions(GroupBase):
         return self._scatter_reduced("reduce_scatter_single", shape_of(inputs), outputs, inputs, opts)
 
     def reduce_scatter_tensor_coalesced(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: object = None
     ) -> MpiWork:
         """torch's older name for reduce_scatter_single_coalesced."""
         return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
 
     def _scatter_reduced(
-        self, name: str, what: str, outputs: Sequence[torch.Tensor], inputs: Sequence[Any], opts: Any
+        self, name: str, what: str, outputs: Sequence[torch.Tensor], inputs: Sequence[Any], opts: object
     ) -> MpiWork:
         wanted = [Reduction.of(output.dtype, opts) for output in outputs]
         events = [

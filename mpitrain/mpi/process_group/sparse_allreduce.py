@@ -22,7 +22,7 @@ from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
 
 
 def sparse_allreduce(
-    group: Any, tensors: Sequence[torch.Tensor], opts: Any
+    group: Any, tensors: Sequence[torch.Tensor], opts: object
 ) -> tuple[str, str, Callable[[bool], Task]]:
     """Name, description and task of the allreduce of tensors that are all sparse, over a `Reductions`.
 

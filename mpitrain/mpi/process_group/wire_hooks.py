@@ -16,12 +16,12 @@ from mpitrain.errors import UsageError
 from mpitrain.mpi.process_group.reductions import Reductions
 
 
-def bfloat16_wire(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+def bfloat16_wire(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
     """Mean of the gradients with bfloat16 on the wire; `state` is the process group, or None for the default one."""
     return _mean(state, bucket, torch.bfloat16)
 
 
-def float16_wire(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+def float16_wire(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
     """Mean of the gradients with float16 on the wire: more digits than bfloat16, but nothing above 65504."""
     return _mean(state, bucket, torch.float16)
 

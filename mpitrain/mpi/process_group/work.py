@@ -33,7 +33,7 @@ class MpiWork(Work):
     `result` is what the future holds when all went well; `timeout` is the group's; `span` ends with it.
     """
 
-    def __init__(self, engine: Engine, what: str, result: Any, timeout: timedelta, span: Any = None):
+    def __init__(self, engine: Engine, what: str, result: Any, timeout: timedelta, span: object = None):
         super().__init__()
         self._span = span
         self._engine, self._what, self._result, self._timeout = engine, what, result, timeout

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from mpitrain.system.files.atomic import write_whole
 from mpitrain.system.saying import csv_cell
@@ -51,7 +51,7 @@ class CsvLog:
         header = dict(zip(self.columns, self.columns, strict=True))
         write_whole(self.path, _text(self.columns, [header, *rows] if header else []), tag=str(os.getpid()))
 
-    def row(self, row: Mapping[str, Any]) -> None:
+    def row(self, row: Mapping[str, object]) -> None:
         """Append the row, if it is one of those that a table holds."""
         if row["event"] not in _LOGGED:
             return
@@ -76,7 +76,7 @@ def _text(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> str:
     return out.getvalue()
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     return "" if value is None else str(csv_cell(value)) if isinstance(value, str) else json.dumps(value)
 
 

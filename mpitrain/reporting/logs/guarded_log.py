@@ -6,13 +6,13 @@ Invariants: the library is imported at the first row. After its first exception 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class Library(Protocol):
     """What a library's log does; anything may be raised."""
 
-    def row(self, row: Mapping[str, Any]) -> None:
+    def row(self, row: Mapping[str, object]) -> None:
         """One row of `metrics.jsonl`."""
 
     def close(self) -> None:
@@ -27,7 +27,7 @@ class GuardedLog:
         self._log: Library | None = None
         self._is_broken = False
 
-    def row(self, row: Mapping[str, Any]) -> None:
+    def row(self, row: Mapping[str, object]) -> None:
         """One row; raises OSError at the first exception of the library."""
         if self._is_broken:
             return

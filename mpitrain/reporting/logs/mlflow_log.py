@@ -50,7 +50,7 @@ class MlflowLog:
         for one in before:
             self._client.delete_run(one.info.run_id)
 
-    def row(self, row: Mapping[str, Any]) -> None:
+    def row(self, row: Mapping[str, object]) -> None:
         """What a run is started with as parameters; numbers as metrics, by names such as `train/loss`."""
         if row["event"] == "start":
             for name in SETTINGS:

@@ -51,7 +51,7 @@ class WandbLog:
         for row in earlier:
             self._take(row)
 
-    def row(self, row: Mapping[str, Any]) -> None:
+    def row(self, row: Mapping[str, object]) -> None:
         """What a run is started with as its configuration; numbers by names such as `train/loss`."""
         if row["event"] == "start":
             self._run.config.update({name: row[name] for name in SETTINGS if name in row})

@@ -30,7 +30,7 @@ class Gathering:
         return not self._pending and not self._added
 
     def take(
-        self, worker: int, step: int, payload: Any, weight: float, share: float = 1.0, options: str = ""
+        self, worker: int, step: int, payload: object, weight: float, share: float = 1.0, options: str = ""
     ) -> None:
         """One more gradient; `options`: what came with it of the optimizer's."""
         self._pending[worker, step] = (payload, weight, share, options)

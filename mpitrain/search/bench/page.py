@@ -46,7 +46,7 @@ def _failures(rows: Rows) -> Iterable[str]:
             yield f'<p class="fail">{text(_name(row))}: {text(why)}</p>'
 
 
-def _name(row: Mapping[str, Any]) -> str:
+def _name(row: Mapping[str, object]) -> str:
     return f"{row['strategy']}, {row['workers']} {'virtual ' if row['virtual'] else ''}workers"
 
 
@@ -78,7 +78,7 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
 
 
-def _blank(value: Any) -> Any:
+def _blank(value: object) -> Any:
     return "" if value is None else value
 
 

@@ -77,7 +77,11 @@ def why(said: str) -> str:
 
 
 def _figures(
-    result: Mapping[str, Any], folder: Path, setting: Setting, target: Mapping[str, Any], trained_bytes: int
+    result: Mapping[str, Any],
+    folder: Path,
+    setting: Setting,
+    target: Mapping[str, object],
+    trained_bytes: int,
 ) -> dict[str, Any]:
     validations = read_runs([folder])[0].validations("seconds")
     kept = ("status", "samples_per_second", "spread", "warmup_steps", "steps", "samples", "train_s", "wall_s")

@@ -86,7 +86,7 @@ def with_efficiency(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def main_metric(target: Mapping[str, Any], rows: Sequence[Row]) -> tuple[str, bool] | None:
+def main_metric(target: Mapping[str, object], rows: Sequence[Row]) -> tuple[str, bool] | None:
     """(the metric that the job is about, whether less of it is better): the first target's, else the first that was
     measured; None where nothing was."""
     names = list(dict.fromkeys(name for row in rows for name in row.get("metrics") or ()))
@@ -97,7 +97,7 @@ def main_metric(target: Mapping[str, Any], rows: Sequence[Row]) -> tuple[str, bo
     return (others[0], choice_by_name(others[0]).less_is_better) if others else None
 
 
-def verdicts(rows: Sequence[Row], target: Mapping[str, Any]) -> Iterator[Row]:
+def verdicts(rows: Sequence[Row], target: Mapping[str, object]) -> Iterator[Row]:
     """For each number of workers that at least two strategies were measured on: every strategy against the first.
 
     Yields rows with `faster` (median, least and largest ratio of samples per second), `metric`, `difference` (above 0:

@@ -80,13 +80,13 @@ def _cut(name: str) -> str:
     return name if len(name) < 16 else f"{name[:12]}..."
 
 
-def _value(one: Mapping[str, Any] | None) -> str:
+def _value(one: Mapping[str, object] | None) -> str:
     if one is None:
         return "-"
     return f"{one['mean']:.4f}" + ("" if one["deviation"] is None else f" +-{one['deviation']:.4f}")
 
 
-def _workers(row: Mapping[str, Any]) -> str:
+def _workers(row: Mapping[str, object]) -> str:
     return f"{row['workers']}{'v' if row['virtual'] else ''}"
 
 

@@ -212,7 +212,7 @@ class Dealer:
         sync_directory(self.folder)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._journal.close()
         self._lock.release()
 
@@ -241,7 +241,7 @@ class Dealer:
             os.fsync(handle)
         return True
 
-    def note(self, event: str, **fields: Any) -> None:
+    def note(self, event: str, **fields: object) -> None:
         """Append a row that survives a power cut.
 
         Raises:

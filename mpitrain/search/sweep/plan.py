@@ -46,7 +46,7 @@ class Configuration:
         return _text(setting_of(dict(self.options)))
 
 
-def _text(options: Iterable[tuple[str, Any]]) -> str:
+def _text(options: Iterable[tuple[str, object]]) -> str:
     return " ".join(f"{name}={value}" for name, value in options) or "the job as it is"
 
 

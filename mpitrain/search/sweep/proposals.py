@@ -14,7 +14,7 @@ import importlib.util
 import threading
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpitrain.errors import UsageError
 from mpitrain.reporting.targets import Choice
@@ -92,7 +92,7 @@ class Proposals:
                         skip_if_finished=True,
                     )
 
-    def _setting(self, params: Mapping[str, Any]) -> Options:
+    def _setting(self, params: Mapping[str, object]) -> Options:
         return tuple((axis.name, _text(params[axis.name])) for axis in self.plan.axes)
 
 
@@ -107,5 +107,5 @@ def _distribution(axis: Axis) -> optuna.distributions.BaseDistribution:
     return optuna.distributions.FloatDistribution(law.low, law.high, log=isinstance(law, LogUniform))
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from mpitrain.errors import UsageError
 from mpitrain.search.sweep.check import Setup
@@ -21,7 +20,7 @@ from mpitrain.slurm.script import make, render
 _OURS = ("kind", "job", "options", "sweep", "server_nodes", "server_partition")
 
 
-def script_of(sweep: Sweep, setup: Setup, runs_per_node: int, settings: Mapping[str, Any]) -> Script:
+def script_of(sweep: Sweep, setup: Setup, runs_per_node: int, settings: Mapping[str, object]) -> Script:
     """The batch script for what is left of a sweep.
 
     Args:

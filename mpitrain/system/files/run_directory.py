@@ -70,7 +70,7 @@ class Identity(NamedTuple):
         return is_same_start(attempt, self.attempt)
 
 
-def is_same_start(attempt: Any, other: str) -> bool:
+def is_same_start(attempt: object, other: str) -> bool:
     """Whether both are of one start, whatever it has lost."""
     return isinstance(attempt, str) and attempt.partition(".")[0] == other.partition(".")[0]
 
@@ -85,7 +85,7 @@ def new_attempt_id() -> str:
     return secrets.token_hex(8)
 
 
-def is_id(text: Any) -> bool:
+def is_id(text: object) -> bool:
     """Whether it may be the id of a run or a start, and part of a file's name."""
     return isinstance(text, str) and bool(_ID.fullmatch(text)) and set(text) != {"."}
 
@@ -210,7 +210,7 @@ def _begun_at(first: dict[str, Any]) -> int:
     return _count(source.get("samples"), _count(source.get("checkpoint_at"), 0))
 
 
-def _count(found: Any, otherwise: int) -> int:
+def _count(found: object, otherwise: int) -> int:
     return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else otherwise
 
 

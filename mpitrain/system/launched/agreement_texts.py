@@ -46,7 +46,7 @@ def error_text(brought: Sequence[dict[str, Any] | None]) -> tuple[str, int]:
     return "\n".join(lines), next(iter(failed.values()))["exit_code"]
 
 
-def digest_words(values: Mapping[str, Any]) -> list[int]:
+def digest_words(values: Mapping[str, object]) -> list[int]:
     """Eight numbers below 2**64: those of a digest of JSON values by name, and their complements. Where the largest of
     each over all ranks are a rank's own, no rank has another digest; otherwise no rank finds its own."""
     digest = hashlib.sha256(json.dumps(sorted(values.items())).encode()).digest()
@@ -54,7 +54,7 @@ def digest_words(values: Mapping[str, Any]) -> list[int]:
     return [*words, *(2**64 - 1 - word for word in words)]
 
 
-def texts_of(values: Mapping[str, Any]) -> dict[str, str]:
+def texts_of(values: Mapping[str, object]) -> dict[str, str]:
     """JSON values by name, as they are shown; equal texts are equal values."""
     return {name: repr(value) for name, value in json.loads(json.dumps(dict(values))).items()}
 

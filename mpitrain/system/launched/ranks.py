@@ -147,11 +147,11 @@ class Ranks:
         """Return when every rank has arrived here."""
         raise NotImplementedError
 
-    def broadcast(self, value: Any, root: int = 0) -> Any:
+    def broadcast(self, value: object, root: int = 0) -> Any:
         """The JSON value of `root` on every rank; the other ranks' argument is ignored."""
         raise NotImplementedError
 
-    def gather(self, value: Any) -> list[Any] | None:
+    def gather(self, value: object) -> list[Any] | None:
         """The JSON values of all ranks in rank order, on rank 0; None elsewhere."""
         raise NotImplementedError
 
@@ -159,20 +159,20 @@ class Ranks:
         """The bytes of all ranks in rank order, on rank 0; None elsewhere."""
         raise NotImplementedError
 
-    def allgather(self, value: Any) -> list[Any]:
+    def allgather(self, value: object) -> list[Any]:
         """The JSON values of all ranks in rank order, on every rank."""
         raise NotImplementedError
 
-    def gather_living(self, value: Any, wait_s: float = 10.0) -> dict[int, Any] | None:
+    def gather_living(self, value: object, wait_s: float = 10.0) -> dict[int, Any] | None:
         """The JSON values of all ranks that still answer, by rank, on rank 0; None elsewhere. An evicted rank is waited
         for `wait_s` at most."""
         raise NotImplementedError
 
-    def broadcast_living(self, value: Any) -> Any:
+    def broadcast_living(self, value: object) -> Any:
         """Rank 0's JSON value on every rank that still answers."""
         raise NotImplementedError
 
-    def from_first_of_node(self, value: Any) -> Any:
+    def from_first_of_node(self, value: object) -> Any:
         """The JSON value of the first rank of this rank's node; the other ranks' argument is ignored."""
         raise NotImplementedError
 
@@ -194,7 +194,7 @@ class Ranks:
         brought = self.gather(None if error is None else describe_error(error))
         self._leave_together(error_text(brought) if brought is not None else None)
 
-    def compare(self, values: Mapping[str, Any]) -> None:
+    def compare(self, values: Mapping[str, object]) -> None:
         """Return if `values` (name -> JSON value) is the same on all ranks; otherwise all raise AgreedError (exit 2)
         after rank 0 has named each field that differs and which ranks hold which value."""
         words = digest_words(values)
@@ -214,7 +214,9 @@ class Ranks:
 
     # ---- what carries roles
 
-    def make_world(self, peers: Sequence[int], buffer_for: Callable[[int, Any], Any], **options: Any) -> Any:
+    def make_world(
+        self, peers: Sequence[int], buffer_for: Callable[[int, Any], Any], **options: object
+    ) -> Any:
         """What runs this rank's role among `peers`; arguments and options are those of `mpi/world.py`."""
         raise NotImplementedError
 

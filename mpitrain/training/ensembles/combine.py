@@ -84,7 +84,7 @@ def _ask(member: nn.Module, arguments: Any, named: Any) -> Any:
     return _moved(member(*there_arguments, **there_named), home)
 
 
-def _home(arguments: Any, named: Any) -> torch.device | None:
+def _home(arguments: object, named: object) -> torch.device | None:
     return next((one.device for one in _leaves((arguments, named)) if isinstance(one, torch.Tensor)), None)
 
 
@@ -94,7 +94,7 @@ def _moved(tree: Any, device: Any) -> Any:
     )
 
 
-def _leaves(tree: Any) -> list[Any]:
+def _leaves(tree: object) -> list[Any]:
     return torch.utils._pytree.tree_leaves(tree)
 
 
@@ -131,7 +131,7 @@ def _mean(tensors: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
     return total
 
 
-def _check_alike(answers: Sequence[Any]) -> None:
+def _check_alike(answers: Sequence[object]) -> None:
     first = _shapes(answers[0])
     for number, one in enumerate(answers):
         if _shapes(one) != first:
@@ -141,7 +141,7 @@ def _check_alike(answers: Sequence[Any]) -> None:
             )
 
 
-def _shapes(answer: Any) -> str:
+def _shapes(answer: object) -> str:
     return ", ".join(
         f"{tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
         for leaf in _leaves(answer)

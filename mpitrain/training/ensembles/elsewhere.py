@@ -44,7 +44,7 @@ def exchange_over(runtime: Runtime, num_members: int) -> Callable[[Sequence[Any]
     return exchange
 
 
-def _tensor(answer: Any) -> torch.Tensor:
+def _tensor(answer: object) -> torch.Tensor:
     if not isinstance(answer, torch.Tensor):
         raise UsageError(
             f"a member answers with {type(answer).__name__}, and ranks exchange tensors: combine such models in one "

@@ -72,7 +72,11 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def write_as_run(
-    folder: Path, source: Path, job_file: Mapping[str, Any], weights: Path | None, result: Mapping[str, Any]
+    folder: Path,
+    source: Path,
+    job_file: Mapping[str, object],
+    weights: Path | None,
+    result: Mapping[str, Any],
 ) -> None:
     """Make `folder` look like the finished run in `source`.
 

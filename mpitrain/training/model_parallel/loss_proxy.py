@@ -39,7 +39,7 @@ class _LossProxy:
 
 
 class _InputProxy(_LossProxy):
-    def __call__(self, *inputs: Any, **named: Any) -> NoReturn:
+    def __call__(self, *inputs: Any, **named: object) -> NoReturn:
         if named:
             raise UsageError(
                 f"the loss calls the model with {', '.join(named)}=: under pipeline() inputs are positional"
@@ -48,10 +48,10 @@ class _InputProxy(_LossProxy):
 
 
 class _OutputProxy(_LossProxy):
-    def __init__(self, output: Any):
+    def __init__(self, output: object):
         self.__dict__["output"] = output
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
+    def __call__(self, *inputs: Any, **named: object) -> Any:
         return self.__dict__["output"]
 
 
@@ -78,6 +78,6 @@ def model_inputs(loss: Callable[[Any, Batch], Any], batch: Batch) -> tuple[torch
     return inputs
 
 
-def call_with_output(function: Callable[[Any, Batch], Any], output: Any, batch: Batch) -> Any:
+def call_with_output(function: Callable[[Any, Batch], Any], output: object, batch: Batch) -> Any:
     """`function(model, batch)` where the model's output is known."""
     return function(_OutputProxy(output), batch)

@@ -215,7 +215,7 @@ class PipelineStepper(SplitStepper):
             self.schedules[num_microbatches, count] = kind(stage, num_microbatches, loss_fn=self._loss)
         return self.schedules[num_microbatches, count]
 
-    def _loss(self, output: Any, index: torch.Tensor) -> torch.Tensor:
+    def _loss(self, output: object, index: torch.Tensor) -> torch.Tensor:
         """The weighted loss of one microbatch; torch hands its number where it would hand the target."""
         loss = call_with_output(self.recipe.gradient.loss, output, self.microbatches[int(index)])
         if isinstance(loss, tuple):

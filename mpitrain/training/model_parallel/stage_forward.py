@@ -85,7 +85,7 @@ class StageForward:
         return tuple(tensors)
 
 
-def as_tuple(output: Any) -> Tensors:
+def as_tuple(output: object) -> Tensors:
     """A stage's output as the next stage gets it.
 
     Raises:

@@ -20,7 +20,7 @@ def whole_tensor(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local(tensor: Any) -> Any:
+def local(tensor: object) -> Any:
     """What this rank holds of a tensor; what is no DTensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -40,7 +40,7 @@ def whole_matrices(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     torchs = muon_iteration()
     assert torchs is not None, "check_muon has refused it"
 
-    def orthogonalise(update: Any, *options: Any) -> Any:
+    def orthogonalise(update: Any, *options: object) -> Any:
         if not isinstance(update, DTensor):
             return torchs(update, *options)
         mesh, whole = update.device_mesh, torchs(update.full_tensor(), *options)

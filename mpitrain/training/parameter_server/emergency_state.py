@@ -33,7 +33,7 @@ def with_whole_state(role: Role, guard: Guard, look: Callable[[], None]) -> Role
             look()
             guard.end()
 
-    def after(effect: Effect, answer: Any) -> None:
+    def after(effect: Effect, answer: object) -> None:
         if isinstance(effect, Recv):
             guard.begin()
 

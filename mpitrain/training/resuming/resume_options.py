@@ -69,7 +69,7 @@ def changed_options(before: dict[str, Any], now: dict[str, Any]) -> dict[str, st
     }
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     if isinstance(value, list) and len(value) > 2:
         return f"{_short(value[:2])} and {len(value) - 2} more"
     text = str(value)
@@ -122,7 +122,7 @@ _SAME = {
 }
 
 
-def _check_strategy(before: Any, now: Any, folder: Path) -> None:
+def _check_strategy(before: Any, now: object, folder: Path) -> None:
     """Refuse a change that would lose the residual of a codec."""
     for key in ("codec", "push_wire"):
         old, new = _codec(before, key), _codec(now, key)

@@ -210,7 +210,7 @@ def _never() -> bool:
     return False
 
 
-def copied(tree: Any) -> Any:
+def copied(tree: object) -> Any:
     """A state tree with its tensors copied, in host memory."""
     return torch.utils._pytree.tree_map(
         lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, tree

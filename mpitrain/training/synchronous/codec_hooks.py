@@ -65,7 +65,7 @@ class CodecHook:
         self.num_steps, self.sent_bytes, self.codec_s = 0, 0, 0.0
         self._cast_bytes = 0
 
-    def __call__(self, state: Any, bucket: dist.GradBucket) -> Future[Any]:
+    def __call__(self, state: object, bucket: dist.GradBucket) -> Future[Any]:
         """What DDP calls for every bucket; the future's value replaces the bucket."""
         if self._cast is not None and not self.own_gradients.rule.shapes:
             return self._cast_and_reduce(bucket.buffer(), bucket.index() == 0, bucket.is_last())
@@ -234,5 +234,5 @@ class _Call:
         self._hook = hook
         self.__name__ = self.__qualname__ = f"{hook.codec.name}_hook"
 
-    def __call__(self, state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    def __call__(self, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         return self._hook(state, bucket)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from torch import nn
 
@@ -38,7 +37,7 @@ class InjectedDelay:
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def _on_gradient(self, _parameter: Any) -> None:
+    def _on_gradient(self, _parameter: object) -> None:
         self._ready_s = time.monotonic()
 
     def begin(self) -> None:

@@ -148,7 +148,7 @@ def _of(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def _read_losses(returned: Any) -> tuple[float, dict[str, float]]:
+def _read_losses(returned: object) -> tuple[float, dict[str, float]]:
     """The loss to report, of several their sum, and those by name."""
     named: Mapping[str, Any] = returned if isinstance(returned, Mapping) else {"": returned}
     losses = {}

@@ -152,7 +152,7 @@ def agree_on_state(runtime: Runtime, mine: RecoveryState) -> RecoveryState:
     return mine._replace(step=newest, failure=failure, state=tree["state"], own_before=tree["own"])
 
 
-def share_tree(runtime: Runtime, tree: Any, root: int) -> Any:
+def share_tree(runtime: Runtime, tree: object, root: int) -> Any:
     """Collective: the state tree of `root` on every rank, tensors in host memory."""
     tensors: dict[str, torch.Tensor] = {}
     description = None

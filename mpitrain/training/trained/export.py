@@ -149,7 +149,7 @@ def _halved(module: nn.Module) -> tuple[nn.Module, list[str]]:
     return _Half(copy.deepcopy(module).half()), list(_layers(module))
 
 
-def _cast(tree: Any, before: torch.dtype, after: torch.dtype) -> Any:
+def _cast(tree: object, before: torch.dtype, after: torch.dtype) -> Any:
     return torch.utils._pytree.tree_map(
         lambda leaf: leaf.to(after) if isinstance(leaf, torch.Tensor) and leaf.dtype is before else leaf, tree
     )
@@ -184,7 +184,7 @@ def _first_arguments(job: Job, module: nn.Module) -> tuple[Any, ...]:
     data = job.validate or job.data
     catalogue, found = data.scan(), []
 
-    def note(called: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def note(called: nn.Module, arguments: tuple[object, ...], options: dict[str, Any]) -> None:
         if options:
             raise UsageError(
                 f"the job's loss calls its model with {', '.join(options)} by name, and a program takes its arguments "
@@ -267,7 +267,7 @@ def _largest(job: Job, module: nn.Module, names: list[str]) -> dict[str, tuple[f
     return {name: (largest, num_dims[name]) for name, largest in found.items()}
 
 
-def _program(module: nn.Module, arguments: tuple[Any, ...]) -> torch.export.ExportedProgram:
+def _program(module: nn.Module, arguments: tuple[object, ...]) -> torch.export.ExportedProgram:
     """The module's forward pass for any number of samples."""
     shapes = torch.utils._pytree.tree_map(
         lambda leaf: {0: torch.export.Dim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.dim() else None,
@@ -286,7 +286,7 @@ def _program(module: nn.Module, arguments: tuple[Any, ...]) -> torch.export.Expo
         ) from error
 
 
-def _in_turn(before: Callable[[], Any], after: Callable[[], Any]) -> tuple[float, float]:
+def _in_turn(before: Callable[[], object], after: Callable[[], object]) -> tuple[float, float]:
     """Medians of the seconds of both, which take turns; the first round is not counted."""
     seconds: tuple[list[float], list[float]] = [], []
     with torch.inference_mode():

@@ -45,7 +45,7 @@ def check_installed(form: str) -> None:
 def write_format(
     form: str,
     module: nn.Module,
-    arguments: tuple[Any, ...],
+    arguments: tuple[object, ...],
     path: Path,
     make_program: Callable[[], torch.export.ExportedProgram],
 ) -> nn.Module:
@@ -70,7 +70,7 @@ def write_format(
     return kept
 
 
-def _shorter(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _shorter(arguments: tuple[object, ...]) -> tuple[Any, ...]:
     """Of the first sample alone: what was traced may hold the size of its batch."""
     leaves = [
         one
@@ -87,7 +87,7 @@ def _shorter(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @torch.inference_mode()
-def _difference(module: nn.Module, kept: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+def _difference(module: nn.Module, kept: Callable[..., Any], arguments: tuple[object, ...]) -> str:
     """How the answers differ, in words; empty where they do not, or where those of the model itself do."""
     expected, again = (torch.utils._pytree.tree_leaves(module(*arguments)) for _ in range(2))
     draws = any(
@@ -118,7 +118,7 @@ def _difference(module: nn.Module, kept: Callable[..., Any], arguments: tuple[An
     return ""
 
 
-def _torchscript_writer(module: nn.Module, arguments: tuple[Any, ...]) -> Write:
+def _torchscript_writer(module: nn.Module, arguments: tuple[object, ...]) -> Write:
     """Traced; compiled from its source where the trace depends on the data, which it cannot record."""
     with warnings.catch_warnings(record=True) as noticed, torch.no_grad():
         warnings.simplefilter("always")
@@ -165,7 +165,7 @@ def _onnx_writer(program: torch.export.ExportedProgram) -> Write:
 class _OnnxModule(nn.Module):
     """An ONNX file as its runtime computes it, for the arguments of `module`, in the form of that one's answers."""
 
-    def __init__(self, path: Path, module: nn.Module, arguments: tuple[Any, ...]):
+    def __init__(self, path: Path, module: nn.Module, arguments: tuple[object, ...]):
         super().__init__()
         import onnxruntime
 

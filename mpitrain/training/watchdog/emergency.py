@@ -160,7 +160,7 @@ class Emergency:
         return self.take()
 
 
-def refuse_devices(tree: Any) -> None:
+def refuse_devices(tree: object) -> None:
     """Only what the host holds can be written.
 
     Raises:

@@ -21,7 +21,7 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from mpitrain.checkpoint import newest
 from mpitrain.errors import CheckpointError, MpitrainError
@@ -110,7 +110,7 @@ class Watchdog:
             self._thread = background.start("watchdog", self._watch)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         if self._thread is not None:
             # a caller that trains again finds no thread of this run; a file system that hangs may keep the thread
