@@ -300,6 +300,21 @@ FEATURES = (
         ),
     ),
     Feature(
+        "gradient_noise",
+        {"gradient_noise": 0.01},
+        (
+            Row(
+                (*_MEAN, "sync(servers=2)", "backup(servers=2)"),
+                "the mean gradient of all workers, once an update; servers, slices and stages draw for what they hold",
+            ),
+            Row(_CODED[:2], "the mean that the codec makes, which every worker steps with"),
+            Row(
+                (*_OWN, *_CODED[2:], *_MOVING),
+                "each worker's own gradient, before the codec, the push or its own step",
+            ),
+        ),
+    ),
+    Feature(
         "scheduler",
         {"scheduler": "one cycle"},
         (

@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 
 import numpy as np
 import torch
@@ -115,6 +116,38 @@ DIVERGING = {  # in one step
     "model": lambda: wide(8), "optimizer": immense_sgd, "loss": immense_loss, "epochs": 1,
     "tensor_plan": {"0": "column", "2": "row"},
 }  # fmt: skip
+
+
+def noised_by_hand(make, deviation, keys, num_parts=1):
+    """An optimizer of `make` whose every step adds noise to the gradients first, drawn by the next of `keys`, a format
+    of the part, for each of so many slices of every parameter."""
+
+    def made(parameters):
+        parameters, left = list(parameters), iter(keys)
+        optimizer = make(parameters)
+
+        def add(*_):
+            key = next(left)
+            for number, parameter in enumerate(parameters):
+                for part, piece in enumerate(parameter.grad.chunk(num_parts)):
+                    text = f"noise/0/{key.format(part=part)}/{number}"
+                    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+                    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+                    piece += torch.randn(piece.shape, generator=generator, dtype=piece.dtype) * deviation
+
+        optimizer.register_step_pre_hook(add)
+        return optimizer
+
+    return made
+
+
+def keys_of_steps(num_samples, num_epochs, step_samples):
+    """Of the noise in updates of all workers: the accepted samples before each."""
+    return [
+        f"{epoch * num_samples + start}/0/{{part}}"
+        for epoch in range(num_epochs)
+        for start in range(0, num_samples, step_samples)
+    ]
 
 
 def adam(parameters):

@@ -117,6 +117,10 @@ class Job:
             `clip_grad_norm_`, and then every number of it into [-clip_value, clip_value]; None is off. Under
             `allreduce()`, `sync()`, `backup()` and split models this is the mean gradient of all workers; under all
             other strategies, and with a codec or 16 bits on the wire, it is each worker's own, before that is coded.
+        gradient_noise: standard deviation of Gaussian noise that is added to every number of the gradient, after it has
+            been clipped (Neelakantan et al. 2015, "Adding gradient noise improves learning for very deep networks",
+            arXiv:1511.06807, with a deviation that stays the same); None is none. It is added to the gradient that
+            `clip_norm` acts on, and under `allreduce(codec=...)` to the mean that is stepped with.
         accumulate: batches whose gradients a worker adds up, without communication in between, before a step or a push:
             the gradient is the mean over all their samples (or by the loss's own weights), as of one batch of
             `accumulate * batch_size` samples, and the memory that of one of `batch_size`.
@@ -194,6 +198,7 @@ class Job:
     on_nonfinite: str = "stop"
     clip_norm: float | None = None
     clip_value: float | None = None
+    gradient_noise: float | None = None
     accumulate: int = 1
     precision: str = "float32"
     activation_checkpointing: bool | Sequence[str] = False
@@ -234,6 +239,8 @@ class Job:
                 raise UsageError(f"Job: {key} must be a whole number of at least 1, got {value!r}")
         for key in CLIPPED:
             check_limit(f"Job: {key}", getattr(self, key), "None for no clipping")
+        noise = self.gradient_noise
+        check_limit("Job: gradient_noise", None if noise == 0 else noise, "0 or None for no noise")
         for key, arguments in CALLED.items():
             if key in ("schedule", "metrics"):  # which may be values
                 continue

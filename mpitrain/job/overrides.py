@@ -83,6 +83,13 @@ class Overrides:
         OF_JOB, "largest size of every number of the same gradient, after --clip-norm",
         "X", reads=above_zero, check=check_limit, replaces=True,
     )  # fmt: skip
+    gradient_noise: float | None = option(
+        OF_JOB,
+        "standard deviation of Gaussian noise that is added to every number of the same gradient, after clipping; 0 is "
+        "none",
+        "X", reads=rate, replaces=True,
+        check=lambda name, value: check_limit(name, None if value == 0 else value, "0 for no noise"),
+    )  # fmt: skip
     seed: int | None = option(
         OF_JOB, "key of initial weights, data order and all draws", "N", reads=natural, replaces=True,
         resume=REFUSED,

@@ -1,8 +1,8 @@
 """How a batch becomes a gradient, and how a gradient becomes an update: two values that a job is made into once, and
 that every family is handed whole.
 
-    loss, backward, own clipping                   `GradientRule`, on each worker
-    rates, mean clipping, step, moving average     `UpdateRule`, on whoever holds the parameters
+    loss, backward, own clipping and noise                  `GradientRule`, on each worker
+    rates, mean clipping and noise, step, moving average    `UpdateRule`, on whoever holds the parameters
 
 Invariants: both values are frozen, and no number of them is handed on by itself. What has a memory (loss scale, ticks,
 averages) is what they `begin`. Only gradients whose numbers are all finite are shaped. What a family does differently
@@ -47,14 +47,53 @@ _has_accelerator = functools.cache(torch.accelerator.is_available)  # it asks a 
 
 def seed_step(seed: int, worker: int, step: int, part: int = 0) -> None:
     """Seed torch for one step of one worker, or for one batch of several that it takes the step with."""
-    key = f"{seed}/{worker}/{step}" + (f"/{part}" if part else "")
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "little") >> 1
+    number = _number(f"{seed}/{worker}/{step}" + (f"/{part}" if part else ""))
     with LOCK:
         if _has_accelerator():
             torch.manual_seed(number)
         else:  # the same, without a note of the call stack for every kind of device that may yet come: a millisecond
             torch.default_generator.manual_seed(number)
+
+
+def _number(key: str) -> int:
+    """What a generator is seeded with for this key."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What `Job(gradient_noise=)` asks for; false where that is nothing.
+
+    It is Gaussian, of the same deviation in every step: Neelakantan et al. 2015, "Adding gradient noise improves
+    learning for very deep networks", arXiv:1511.06807, let it decay. It is drawn on the host, so that a device changes
+    no draw, and of a sparse gradient for the rows that are there.
+
+    Args:
+        deviation: standard deviation of what is added to every number; seed: the job's.
+    """
+
+    deviation: float = 0.0
+    seed: int = 0
+
+    def __bool__(self) -> bool:
+        return self.deviation > 0
+
+    @torch.no_grad()
+    def add(self, gradient: list[torch.Tensor], keys: Sequence[str], scale: float = 1.0) -> None:
+        """Add it in place.
+
+        Args:
+            keys: of the draw for each of these tensors, besides its number.
+            scale: by which the gradient has been multiplied already.
+        """
+        for number, (one, key) in enumerate(zip(gradient, keys, strict=True)):
+            generator = torch.Generator().manual_seed(_number(f"noise/{self.seed}/{key}/{number}"))
+            drawn = torch.randn(one.shape, generator=generator, dtype=one.dtype)
+            one.add_(drawn.to(one.device), alpha=self.deviation * scale)
+
+
+NO_NOISE = Noise()
 
 
 @dataclass(frozen=True)
@@ -65,7 +104,7 @@ class GradientRule:
         loss: `loss(module, batch)` as in `Job`; seed: key of the randomness.
         precision: in which the loss is computed.
         part_samples: that are computed at once, where a lease is more than one batch; 0: a lease is one.
-        clipping: of each worker's own gradient.
+        clipping, noise: of each worker's own gradient.
     """
 
     loss: Loss = brought_by_loop
@@ -73,11 +112,12 @@ class GradientRule:
     precision: str = "float32"
     part_samples: int = 0
     clipping: Clipping = NO_CLIPPING
+    noise: Noise = NO_NOISE
 
     @property
     def shapes(self) -> bool:
         """Whether a gradient is changed before anybody else sees it."""
-        return bool(self.clipping)
+        return bool(self.clipping or self.noise)
 
     def begin(self, worker: int) -> Gradients:
         """The gradients of one worker; its number is the key of its randomness, whatever its rank is."""
@@ -124,6 +164,8 @@ class Gradients:
         """Make the gradient of the step that was seeded last what others are to see, in place, if it is finite."""
         if self.rule.shapes and all_finite(gradient):
             self.rule.clipping.clip(gradient)
+            if self.rule.noise:
+                self.rule.noise.add(gradient, [f"worker {self.worker}/{self.step}"] * len(gradient))
 
 
 @dataclass(frozen=True)
@@ -131,7 +173,7 @@ class UpdateRule:
     """How a gradient becomes an update of the parameters.
 
     Args:
-        clipping: of the gradient that is stepped with: the mean of all workers', where they are averaged.
+        clipping, noise: of the gradient that is stepped with: the mean of all workers', where they are averaged.
         schedule: factor on the rates; scheduler: the job's, which makes a torch scheduler in its place.
         ema: decay of the moving average of the parameters; None for none.
         on_nonfinite: "stop" at a gradient that is not finite, or "skip" it.
@@ -146,6 +188,7 @@ class UpdateRule:
     on_nonfinite: str = "stop"
     epoch_samples: int = 0
     law: Law = Law(1, 1)
+    noise: Noise = NO_NOISE
 
     def pace(self, rates: Rates) -> Pace:
         """What the rates follow; `rates`: of the job's optimizer, as it began.
@@ -181,12 +224,14 @@ class Updates:
         self, rule: UpdateRule, rates: Rates | None, held: Callable[[], Sequence[torch.Tensor]], pace: Pace
     ):
         self.rule, self.rates, self.pace, self.key = rule, rates, pace, (0, 0)
+        self._num_shaped = 0  # gradients of the update under way: of each of several optimizers one
         self.ema = ema_of(rule.ema, held)
 
-    def follow(self, samples: int, num_workers: int, part: int = 0) -> None:
+    def follow(self, samples: int, num_workers: int, part: int = -1) -> None:
         """The update to come is the one after so many accepted samples, with so many workers: the rates follow. `part`:
-        which parameters are held here, where others hold others; with the samples the key of what is drawn for it."""
-        self.key = samples, part
+        which parameters are held here, where others hold others, such as the shard of a server, -1: those that all hold
+        beside them; with the samples the key of what is drawn for it."""
+        self.key, self._num_shaped = (samples, part), 0
         factor = self.pace.factor(samples, num_workers)
         if factor is not None and self.rates is not None:
             self.rates.set(factor)
@@ -196,10 +241,18 @@ class Updates:
         gradient: Callable[[], list[torch.Tensor]],
         scale: float = 1.0,
         total: torch.Tensor | None = None,
+        parts: Callable[[], list[int]] | None = None,
     ) -> None:
-        """Make a finite gradient what is stepped with, in place; `scale`, `total`: as for `Clipping.clip`."""
-        if self.rule.clipping:
-            self.rule.clipping.clip(gradient(), scale, total)
+        """Make a finite gradient what is stepped with, in place; `scale`, `total`: as for `Clipping.clip`. `parts`: of
+        each tensor, which part it is, where some are held whole and some in slices; by default that of `follow`."""
+        if not (self.rule.clipping or self.rule.noise):
+            return
+        found, (samples, part) = gradient(), self.key
+        self.rule.clipping.clip(found, scale, total)
+        if self.rule.noise and scale:
+            each = [part] * len(found) if parts is None else parts()
+            self.rule.noise.add(found, [f"{samples}/{self._num_shaped}/{one}" for one in each], scale)
+        self._num_shaped += 1
 
     def moved(self) -> None:
         """The parameters have been updated."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpitrain.job import Job
 from mpitrain.model.gradient.clipping import NO_CLIPPING, Clipping
-from mpitrain.model.recipe import GradientRule, Recipe, UpdateRule
+from mpitrain.model.recipe import NO_NOISE, GradientRule, Noise, Recipe, UpdateRule
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.schedules import Schedule
 from mpitrain.strategies.ticks import Law
@@ -22,14 +22,17 @@ def recipe_of(job: Job | None, strategy: Strategy, num_workers: int, epoch_sampl
         return Recipe(update=UpdateRule(law=Law(1, num_workers)))
     clipping = Clipping(job.clip_norm, job.clip_value)
     own, stepped = (NO_CLIPPING, clipping) if strategy.clips_mean else (clipping, NO_CLIPPING)
+    # of gradients that a codec averages, too: noise is none of what it keeps back
+    noise, on_mean = Noise(job.gradient_noise or 0.0, job.seed), strategy.clips_mean or strategy.all_reduces
+    own_noise, stepped_noise = (NO_NOISE, noise) if on_mean else (noise, NO_NOISE)
     schedule = job.schedule
     assert schedule is None or isinstance(schedule, Schedule), "a job makes a value of a function"
     part_samples = strategy.samples_at_once(job.part_samples, num_workers)
     return Recipe(
-        GradientRule(job.loss, job.seed, job.precision, part_samples, own),
+        GradientRule(job.loss, job.seed, job.precision, part_samples, own, own_noise),
         UpdateRule(
             stepped, schedule, job.scheduler, job.ema, job.on_nonfinite, epoch_samples,
-            law_of(job, epoch_samples, num_workers),
+            law_of(job, epoch_samples, num_workers), stepped_noise,
         ),
     )  # fmt: skip
 

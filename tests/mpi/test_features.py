@@ -41,6 +41,7 @@ CLIPPED = {
     "huge": {"clip_norm": 1e30, "clip_value": 1e30},
     "not": {},
 }
+NOISED = {"clip_norm": 0.3, "gradient_noise": 0.05}
 LIKE_ONE_PROCESS = ("norm", "value", "both", "one cycle", "warm up")
 ACCUMULATED = {
     "thrice": {"accumulate": 3},
@@ -96,6 +97,7 @@ def two(tmp_path_factory):
     runs |= {cell_name("none", text): (text, {}) for _, text in real}
     runs |= {f"allreduce() {data}": ("allreduce()", {"data": data}) for data in ALIKE}
     runs |= {f"{text} {how}": (text, CLIPPED[how]) for text in WHOLE[:-1] for how in clipped_on_two(text)}
+    runs["sharded() noised"] = ("sharded()", NOISED)
     return launch(path, 2, runs | accumulated(IN_BATCHES[:-1]))
 
 
@@ -195,6 +197,16 @@ def test_ranks_that_take_a_step_in_batches_are_one_process_with_the_whole_batch(
     fields |= {"loss": splits.weighted_loss} if "loss" in ACCUMULATED[how] else {}
     expected, _ = splits.serial(splits.changed(splits.deep_job(), **fields), 1)
     found = load_file(path / f"{text} {how}" / "model.safetensors")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+def test_slices_of_a_model_draw_noise_apart_after_the_norm_of_the_whole_was_clipped(two):
+    job = splits.changed(splits.deep_job(), clip_norm=NOISED["clip_norm"])
+    keys = toy.keys_of_steps(job.data.num_samples, job.epochs, splits.BATCH)
+    noised = toy.noised_by_hand(job.optimizer, NOISED["gradient_noise"], keys, num_parts=2)
+    expected, _ = splits.serial(splits.changed(job, optimizer=noised), 1)
+    found = load_file(two / "sharded() noised" / "model.safetensors")
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
 

@@ -368,6 +368,8 @@ CASES = [
     Case("clip_norm", ALL, options="clip_norm=0.01", acts=moved),
     Case("clip_value", ALL, "clip_value=0.001", acts=moved),
     Case("clip_value", "sync()", options="clip_value=0.001", acts=moved),
+    *(Case("gradient_noise", one, "gradient_noise=0.05", acts=moved) for one in (ALL, "sync()", "sharded()")),
+    Case("gradient_noise", ALL, options="gradient_noise=0.05", acts=moved),
     *(
         Case(
             "accumulate",

@@ -122,9 +122,16 @@ class SplitStepper(Stepper):
         return sum(float(norm) ** 2 / self.num_copies(one) for norm, one in pairs)
 
     def clip(self) -> None:
-        """As `Stepper.clip`, by the norm over all ranks."""
+        """As `Stepper.clip`, by the norm over all ranks; slices draw apart, and copies alike."""
         total = torch.tensor(self._norm, dtype=torch.float64)
-        self.updates.shape(lambda: [local(one) for one in self._stepped()], total=total)
+        self.updates.shape(
+            lambda: [local(one) for one in self._stepped()], total=total, parts=self._parts_of_stepped
+        )
+
+    def _parts_of_stepped(self) -> list[int]:
+        """Of each gradient, which of its slices is here; copies are all the first."""
+        size = self.session.runtime.size
+        return [self.part if self.num_copies(one) < size else 0 for one in self._stepped()]
 
 
 def grid_of(session: Session) -> Grid:
