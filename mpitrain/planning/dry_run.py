@@ -33,7 +33,7 @@ from mpitrain.system.trace import file_name
 from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import build, build_module, build_optimizer
 from mpitrain.training.resuming.initial_weights import RandomNumbers, start_from
-from mpitrain.training.roads import choose_roads
+from mpitrain.training.routes import choose_routes
 from mpitrain.training.validate import validate_run
 
 if TYPE_CHECKING:
@@ -242,10 +242,10 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any, catalog
     strategy = job.strategy
     assert isinstance(strategy, ServerStrategy)
     check_optimizer(optimizer, strategy)
-    roads = choose_roads(job, module, catalogue)
+    routes = choose_routes(job, module, catalogue)
     layout = make_layout(module, optimizer, len(roles.servers), strategy.reduces)
     if strategy.reduces:
-        lines += describe_reduced(job, module, optimizer, roads, len(roles.workers))
+        lines += describe_reduced(job, module, optimizer, routes, len(roles.workers))
         return [*lines, *describe_tables(job, strategy, module, catalogue)]
     numbers = layout.cuts[-1]
     push, reply = message_sizes(strategy, module, numbers, layout.dtype)

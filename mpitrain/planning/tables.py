@@ -16,25 +16,25 @@ from mpitrain.embedding.tables import tables_of
 from mpitrain.model.wire.buffers import wire_dtype
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.system.sizes import size_text
-from mpitrain.training.roads import Road, reduced_bytes, touched_rows
+from mpitrain.training.routes import Route, reduced_bytes, touched_rows
 
 if TYPE_CHECKING:
     from mpitrain.job import Job
 
 
 def describe_reduced(
-    job: Job, module: nn.Module, optimizer: Optimizer, roads: list[Road], num_workers: int
+    job: Job, module: nn.Module, optimizer: Optimizer, routes: list[Route], num_workers: int
 ) -> Iterator[str]:
     """Lines of what workers all-reduce: the dense parameters, and the tables that are among them."""
     num_bytes = reduced_bytes(job, module, optimizer)
     least = size_text(2 * (num_workers - 1) / num_workers * num_bytes)
     yield f"messages    allreduce of {size_text(num_bytes)} a step among the workers; at least {least} sent by each"
-    for road in roads:
-        if road.is_dense:
-            table = road.table
+    for route in routes:
+        if route.is_dense:
+            table = route.table
             yield (
                 f"            {table.name} is part of it: {table.num_rows:,} rows of {table.width}, and the first "
-                f"batch touches {road.num_touched:,}"
+                f"batch touches {route.num_touched:,}"
             )
 
 

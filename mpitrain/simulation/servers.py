@@ -46,7 +46,7 @@ from mpitrain.system import background
 from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import MODEL_FILE, build_optimizer, same_model
 from mpitrain.training.parameter_server.builder import RoleBuilder
-from mpitrain.training.roads import choose_roads
+from mpitrain.training.routes import choose_routes
 from mpitrain.training.served_tables import save_tables
 from mpitrain.training.validate import validate_simulation
 from mpitrain.training.validations.averaged_model import join
@@ -154,7 +154,7 @@ class _Simulation(VirtualRun):
         """Run the whole job; returns what `result.json` holds."""
         job = self.job
         module, optimizer = self.build()
-        choose_roads(job, module, self.catalogue)
+        choose_routes(job, module, self.catalogue)
         check_optimizer(optimizer, self.strategy)
         model = flat_model(module, optimizer, self.strategy)
         workers = self.roles.workers

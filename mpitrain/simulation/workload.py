@@ -62,12 +62,12 @@ class Workload:
         from mpitrain.model.optimizers.optimizer import state_bytes
         from mpitrain.model.wire.flat import trainable
         from mpitrain.training.measure import build
-        from mpitrain.training.roads import choose_roads, reduced_bytes
+        from mpitrain.training.routes import choose_routes, reduced_bytes
 
         module, optimizer = build(job, None, torch.device("cpu"))
         numbers = [parameter for _, parameter, _ in trainable(module, optimizer)]
         catalogue = job.data.scan()
-        choose_roads(job, module, catalogue)
+        choose_routes(job, module, catalogue)
         fields = {
             "num_parameters": sum(one.numel() for one in numbers),
             "number_bytes": numbers[0].element_size(),

@@ -1,4 +1,4 @@
-"""A worker's copy of a model over two roads: rows of tables from servers, dense parameters of its own.
+"""A worker's copy of a model over two routes: rows of tables from servers, dense parameters of its own.
 
 Invariants: a push carries rows alone. Once it is answered the worker brings its dense gradient to an all-reduce, and
 steps; so whatever is computed or measured next is computed on dense parameters and rows of one version.

@@ -1,4 +1,4 @@
-"""Synchronous SGD over two roads: dense parameters by an all-reduce among the workers, rows of tables by servers.
+"""Synchronous SGD over two routes: dense parameters by an all-reduce among the workers, rows of tables by servers.
 
     w <- w - eta * mean of the gradients of all workers            on every worker, for dense parameters
     w_r <- w_r - eta * mean of the gradients of all workers        on a server, for every touched row r

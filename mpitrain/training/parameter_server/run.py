@@ -55,7 +55,7 @@ from mpitrain.training.resuming.resume import (
     restoring,
 )
 from mpitrain.training.resuming.resume_options import describe_optimizer, same_codec
-from mpitrain.training.roads import dense_tables, make_dense
+from mpitrain.training.routes import dense_tables, make_dense
 from mpitrain.training.schedule import go_on, report_end_of
 from mpitrain.training.served_tables import save_tables
 from mpitrain.training.session import Session, attempt

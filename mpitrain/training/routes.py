@@ -1,4 +1,4 @@
-"""Which road each table of a model takes under `hybrid`: rows by servers, or all of it with the dense parameters.
+"""Which route each table of a model takes under `hybrid`: rows by servers, or all of it with the dense parameters.
 
 Invariants: one rank decides for all, by sizes and by how many rows the first batch of the job looks up.
 """
@@ -21,7 +21,7 @@ from mpitrain.model.wire.flat import trainable
 from mpitrain.strategies.parameter_server.hybrid import Hybrid
 
 
-class Road(NamedTuple):
+class Route(NamedTuple):
     """Of one table: whether it is dense from here on, and how many of its rows the first batch looks up."""
 
     table: Table
@@ -29,16 +29,16 @@ class Road(NamedTuple):
     num_touched: int
 
 
-def choose_roads(job: Job, module: nn.Module, catalogue: Catalogue) -> list[Road]:
-    """The road of each table; layers whose tables are to be dense have no `sparse=True` any more."""
-    roads = _roads(job, module, catalogue)
-    make_dense(module, [road.table.name for road in roads if road.is_dense])
-    return roads
+def choose_routes(job: Job, module: nn.Module, catalogue: Catalogue) -> list[Route]:
+    """The route of each table; layers whose tables are to be dense have no `sparse=True` any more."""
+    routes = _routes(job, module, catalogue)
+    make_dense(module, [route.table.name for route in routes if route.is_dense])
+    return routes
 
 
 def dense_tables(job: Job, module: nn.Module, catalogue: Catalogue) -> list[str]:
     """Names of the tables that are to be dense."""
-    return [road.table.name for road in _roads(job, module, catalogue) if road.is_dense]
+    return [route.table.name for route in _routes(job, module, catalogue) if route.is_dense]
 
 
 def make_dense(module: nn.Module, names: Collection[str]) -> None:
@@ -48,13 +48,13 @@ def make_dense(module: nn.Module, names: Collection[str]) -> None:
             table.layer.sparse = False
 
 
-def _roads(job: Job, module: nn.Module, catalogue: Catalogue) -> list[Road]:
+def _routes(job: Job, module: nn.Module, catalogue: Catalogue) -> list[Route]:
     strategy = job.strategy
     if not isinstance(strategy, Hybrid) or strategy.tables == "servers":
         return []
     tables = tables_of(module)
     return [
-        Road(
+        Route(
             table,
             not table.is_served
             and strategy.is_dense(table.num_rows, row_bytes(table.parameter), num_touched),
@@ -65,7 +65,7 @@ def _roads(job: Job, module: nn.Module, catalogue: Catalogue) -> list[Road]:
 
 
 def reduced_bytes(job: Job, module: nn.Module, optimizer: Optimizer) -> int:
-    """Bytes that workers over servers all-reduce among themselves, once roads are chosen: gradients and their share."""
+    """Bytes that workers over servers all-reduce among themselves once routes are chosen: gradients and their share."""
     if job.strategy is None or not job.strategy.reduces:
         return 0
     apart = {id(table.parameter) for table in tables_of(module)}
