@@ -24,7 +24,6 @@ from typing import Any
 
 from mpitrain.errors import EXIT_ENDED_AT_ONCE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_REQUEUE, MpitrainError
 from mpitrain.launch import terminal
-from mpitrain.launch.exit_codes import code_of
 from mpitrain.launch.guard import guarded
 from mpitrain.launch.left_behind import remove_left_behind
 from mpitrain.launch.watch import Watch, named, stage_of
@@ -41,6 +40,7 @@ RESULT_GRACE_S = 30.0  # from a complete result to the end of the launcher
 UNHEARD_S = 3.0  # from a request to the end of ranks of which none trains yet
 END_GRACE_S = 10.0  # from asking the launcher to end to killing it
 KILLED_S = 10.0  # longest time for what was killed to be gone
+_USUAL = 4  # exit codes up to here are our own, and no rank dies of these signals as a rule
 
 
 class Requests:
@@ -381,3 +381,26 @@ def _any_began(statuses: Mapping[int, RankStatus]) -> bool:
 def _send(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         child.send_signal(number)
+
+
+def code_of(flavour: str, code: int, statuses: Mapping[int, RankStatus]) -> int:
+    """The exit code of a launch whose launcher has ended with `code` (-n: died of signal n itself).
+
+    Open MPI's and srun's say 128 more than the number of the signal that a rank has died of, as a shell does. Hydra,
+    MPICH's and Intel's, says the number itself, and mixes it with those of the ranks that it has killed then: what
+    ranks have reported goes before it.
+    """
+    if code < 0:
+        return 128 - code
+    if flavour != "mpich" or code == 0:
+        return code
+    reported = [status.code for _, status in sorted(statuses.items()) if status.code]
+    if reported:
+        return code if code in reported else reported[0]
+    if not _USUAL < code < 32:
+        return code
+    # a rank that aborts (6) while Hydra kills the others (9) looks like one that was told to end (15)
+    asked = not statuses or any(status.asked for status in statuses.values())
+    if code == signal.SIGTERM and not asked:
+        return 128 + signal.SIGABRT
+    return 128 + code

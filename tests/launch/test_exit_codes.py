@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpitrain.launch.exit_codes import code_of
+from mpitrain.launch.supervision import code_of
 from mpitrain.system.launched.rank_status import READY, RankStatus
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.errors import AgreedError, MpitrainError
+from mpitrain.errors import AgreedError, MpitrainError, UsageError
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.job.asked import check
 from mpitrain.mpi.allreduce_plan import Plan
@@ -31,7 +31,7 @@ from mpitrain.strategies.features import THREADS
 from mpitrain.system import background
 from mpitrain.system.files.error_record import exit_code, write_record
 from mpitrain.system.launched import rank_status
-from mpitrain.system.launched.launch_variables import node_name
+from mpitrain.system.launched.launch_variables import launched_task, node_name
 from mpitrain.system.saying import flush, tell
 from mpitrain.system.tracebacks import own_part
 from mpitrain.threads.draws import Draws
@@ -39,7 +39,6 @@ from mpitrain.threads.hub import CalledOffError, Hub
 from mpitrain.threads.ranks import ThreadRanks
 from mpitrain.training import signals
 from mpitrain.training.families import FAMILIES
-from mpitrain.training.in_threads.check import check_launch
 from mpitrain.training.session import Session, begin, prepare
 from mpitrain.training.watchdog.watchdog import Watchdog
 
@@ -234,3 +233,20 @@ def _copied(job: Job) -> Job:
     if job.metrics is not None and not inspect.isfunction(job.metrics):
         changes["metrics"] = copy.deepcopy(job.metrics)
     return dataclasses.replace(job, **changes)
+
+
+def check_launch(num_threads: int) -> None:
+    """Refuse threads in each of several ranks.
+
+    Raises:
+        UsageError: says how many ranks there are.
+    """
+    if num_threads < 1:
+        raise UsageError(f"--threads must be at least 1, got {num_threads}")
+    task = launched_task()
+    if task is not None and task.is_one_of_several():
+        ranks = task.size or f"at least {task.rank + 1}"
+        raise UsageError(
+            f"--threads {num_threads} trains in one process, and this launch has {ranks} ranks: start it without a "
+            "launcher, or leave --threads out and train over MPI"
+        )
