@@ -63,7 +63,9 @@ def is_complete(folder):
 
 
 def noted_write(self, mark, state, parts, write=CheckpointWriter._write):
-    wanted = self.plan.part == os.environ.get("CHAOS_PART") and self._num_begun >= int(os.environ["CHAOS_WRITE"])
+    wanted = self.plan.part == os.environ.get("CHAOS_PART") and self._num_begun >= int(
+        os.environ["CHAOS_WRITE"]
+    )
     if wanted and not FIRED.exists() and any(is_complete(folder) for folder in listed(self.plan.run_dir)):
         firing = NOTES / "firing"
         firing.write_text(str(mark))
