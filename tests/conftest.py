@@ -7,6 +7,7 @@ last lines say how many, so that a green run on a laptop does not read like a gr
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -18,7 +19,6 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-from tests.rank_pool.server import freeze
 from tests.ranks import OPEN_MPI, SEGMENTS_FOLDER, warm_environment
 
 # Before torch is imported, and for every process a test starts: ranks share the cores.
@@ -80,7 +80,8 @@ def signals() -> Iterator[None]:
 def frozen_leftovers() -> None:
     """What was collected, and what earlier files have left, stays to the end: a million objects and more, which neither
     the garbage collector need walk through in every test, nor who asks it for all that live."""
-    freeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
-import functools
 import gc
 import importlib
 import importlib.abc
@@ -263,8 +262,6 @@ def _preload_package() -> None:
         if not part.name.endswith("__main__"):
             with contextlib.suppress(ImportError):
                 importlib.import_module(part.name)
-    # read from all sources: by each launch, unless it is known
-    sys.modules["mpitrain.reporting.environment"].code_versions()
     for name in ("mpi4py.MPI", "mpitrain", backend.__name__):
         del sys.modules[name]
     vars(package).pop("torch_backend", None)
@@ -313,15 +310,6 @@ def _skip_preloaded_destructors() -> None:
     library.__cxa_atexit(library.fflush, None, None)
 
 
-def freeze() -> None:
-    """Keep all that there is from collections. From here on something is known to be frozen: to count it is a walk
-    through a million objects, which every run would make before it builds its model."""
-    gc.collect()
-    gc.freeze()
-    count = getattr(gc.get_freeze_count, "__wrapped__", gc.get_freeze_count)
-    gc.get_freeze_count = functools.wraps(count)(lambda: 1)
-
-
 def _kill_session(session: int) -> None:
     """The rank, which leads a session, and whatever it has started."""
     for entry in os.listdir("/proc"):
@@ -354,7 +342,8 @@ def _prepare(address: str, has_package: bool) -> socket.socket:
         f"{len(threads)} threads: a fork keeps only one, and what the others hold stays held"
     )
     _spare_preloaded(at_start)
-    freeze()
+    gc.collect()
+    gc.freeze()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(128)
