@@ -11,10 +11,12 @@ from safetensors.torch import load_file
 
 import mpitrain as mt
 from docs.features import FEATURES
+from mpitrain.checkpoint.parts import newest, read_part
 from mpitrain.errors import UsageError
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.sampling.dealer import share_out
+from mpitrain.system.files.run_directory import folder_of
 from mpitrain.training.measure import same_model
 from mpitrain.values import names, parse
 from tests import toy
@@ -80,6 +82,7 @@ def four(tmp_path_factory):
     for text in ON_FOUR:
         runs |= clipped((text,), (*clipped_on_four(text), "ema", "huge", "not"))
     runs |= accumulated(IN_BATCHES_ON_FOUR, ACCUMULATED_ON_FOUR)
+    runs["tensor() noised"] = ("tensor()", NOISED)
     return launch(tmp_path_factory.mktemp("four"), 4, runs)
 
 
@@ -209,6 +212,18 @@ def test_slices_of_a_model_draw_noise_apart_after_the_norm_of_the_whole_was_clip
     found = load_file(two / "sharded() noised" / "model.safetensors")
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+def test_ranks_that_hold_the_same_slice_draw_the_same_noise(four):
+    """Of two replicas of two slices, FSDP shards each: what is not sliced lies on both ranks of a replica."""
+    found = newest(four / "tensor() noised")
+    folder = folder_of(four / "tensor() noised", found.checkpoint_at)
+    held = [read_part(folder, part)["own"]["module"] for part in found.parts]
+    whole = [name for name in held[0] if not name.startswith(("body", "last.weight"))]
+    assert "norm.weight" in whole
+    for name in whole:
+        for first in (0, 2):
+            assert torch.equal(held[first][name], held[first + 1][name]), name
 
 
 @pytest.mark.parametrize("text", ON_FOUR[1:])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from mpitrain.checkpoint.tensor_file import Described
 from mpitrain.errors import UsageError
@@ -129,9 +130,18 @@ class SplitStepper(Stepper):
         )
 
     def _parts_of_stepped(self) -> list[int]:
-        """Of each gradient, which of its slices is here; copies are all the first."""
-        size = self.session.runtime.size
-        return [self.part if self.num_copies(one) < size else 0 for one in self._stepped()]
+        """Of each gradient, which of its slices is here: copies are the same one."""
+        return [self._slice_of(one) for one in self._stepped()]
+
+    def _slice_of(self, gradient: torch.Tensor) -> int:
+        if not isinstance(gradient, DTensor):
+            return self.part if self.num_copies(gradient) < self.session.runtime.size else 0
+        mesh, at = gradient.device_mesh, 0
+        for placement, parts, place in zip(
+            gradient.placements, mesh.shape, mesh.get_coordinate() or (), strict=True
+        ):
+            at = at if placement.is_replicate() else at * parts + place
+        return at
 
 
 def grid_of(session: Session) -> Grid:
