@@ -92,6 +92,41 @@ class StepReplica(Protocol):
         """The last averaging, where workers hold different parameters now."""
 
 
+class AlikeReplica:
+    """What a `StepReplica` answers where all workers hold the same after every step: all that they average is part of
+    the step, and what was measured is known at once. `_measured` gives that, of so many samples."""
+
+    validates_last = True
+
+    def _measured(self, samples: int | None) -> dict[str, float]:
+        raise NotImplementedError
+
+    @property
+    def samples(self) -> int:
+        raise NotImplementedError
+
+    def end_step(self) -> None:
+        """Nothing is left to average."""
+
+    def reduce_mean(self) -> Reduction | None:
+        """The mean is what all hold."""
+        return None
+
+    def measure(self) -> None:
+        """The whole validation set."""
+        self._metrics = self._measured(self.samples)
+
+    def gather_measured(self) -> None:
+        """It has been."""
+
+    def conclude(self) -> dict[str, float]:
+        """What was measured."""
+        return self._metrics
+
+    def finish(self) -> None:
+        """Nothing is left to average."""
+
+
 class StepReport(Report, Protocol):
     """Where the first worker's progress goes."""
 

@@ -21,7 +21,7 @@ from mpitrain.model.gradient.accumulation import LeaseReader, read_alike
 from mpitrain.model.gradient.sparse_gradients import row_bytes, sparse_parameters
 from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.wire.codec_registry import check_optimizer
-from mpitrain.roles.step_worker import StepWorker
+from mpitrain.roles.step_worker import AlikeReplica, StepWorker
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.checkpoints import StepCheckpoints, parts_in_lockstep
 from mpitrain.simulation.collective_costs import Collectives
@@ -66,7 +66,7 @@ class Draws:
         return before, last
 
 
-class LockstepRun:
+class LockstepRun(AlikeReplica):
     """One run: the replica of the role that takes the steps of all ranks, and the world that answers it.
 
     Args:
@@ -163,8 +163,6 @@ class LockstepRun:
 
     # ---- what the role asks for
 
-    validates_last = True
-
     @property
     def samples(self) -> int:
         """That all have trained on."""
@@ -207,9 +205,6 @@ class LockstepRun:
     def reduce_gradients(self) -> None:
         """Done within the step."""
 
-    def end_step(self) -> None:
-        """All hold the same."""
-
     def statistics(self) -> dict[str, float]:
         """What a codec has to report in a row of progress."""
         return self.codecs.statistics() if self.codecs is not None else {}
@@ -231,20 +226,6 @@ class LockstepRun:
         """Of the validation set: the first share is the largest."""
         return self.set_measure.part_of(0, self.virtual.num_shares) if self.set_measure is not None else 0.0
 
-    def reduce_mean(self) -> None:
-        """All hold the same."""
-
-    def measure(self) -> None:
-        """The whole of it, at once."""
-        self._metrics = self._measured(self.stepper.samples)
-
-    def gather_measured(self) -> None:
-        """It is all here."""
-
-    def conclude(self) -> dict[str, float]:
-        """What was measured."""
-        return self._metrics
-
     def agree_to_end(self, ends: bool) -> Exchange:
         """There is nobody else to ask."""
 
@@ -252,9 +233,6 @@ class LockstepRun:
             self.ended = self.gradients and ends
 
         return together(end)
-
-    def finish(self) -> None:
-        """All hold the same."""
 
     def _measured(self, samples: int | None) -> dict[str, float]:
         averaged = self.stepper.averaged()

@@ -22,7 +22,7 @@ from mpitrain.messages import Kind, Lease
 from mpitrain.model.gradient.accumulation import LeaseReader, read_alike
 from mpitrain.model.in_place import held_alike
 from mpitrain.model.optimizers.optimizer import Rates
-from mpitrain.roles.step_worker import StepReplica, StepWorker
+from mpitrain.roles.step_worker import AlikeReplica, StepReplica, StepWorker
 from mpitrain.strategies.sampling.step_partition import StepCourse, StepPartition, StepTurn
 from mpitrain.system import trace
 from mpitrain.training.measure import (
@@ -51,7 +51,7 @@ from mpitrain.training.validations.validation import Measure, make_measure
 from mpitrain.training.validations.validation_parts import measure_together
 
 
-class Trainer:
+class Trainer(AlikeReplica):
     """The run of one rank: what the role of a worker asks for (its course, steps, validations, checkpoints), and the
     outcome. `rates`: of the optimizer that steps, as it was when the run began.
     """
@@ -59,7 +59,6 @@ class Trainer:
     # each rank reads windows of its own; otherwise all share one run of the order, round by round
     by_window = True
     reads_alike = False  # as many batches on every rank in every step
-    validates_last = True
     ended_out_of_turn = False  # as `StepCheckpoints.finish` has it
 
     def __init__(
@@ -323,9 +322,6 @@ class Trainer:
         """What the stepper has not done in its step."""
         return self.stepper.reduce_gradients()
 
-    def end_step(self) -> None:
-        """All hold the same."""
-
     def _parts(self, lease: Lease, largest: int = 0) -> Parts:
         """The batches of the step that begins, in which no rank has more than `largest` samples."""
         self.session.runtime.step = self.stepper.step
@@ -376,23 +372,9 @@ class Trainer:
 
         return together(meet)
 
-    def measure(self) -> None:
-        """Validate together."""
-        self._metrics = self._measured(self.stepper.samples)
-
-    def gather_measured(self) -> None:
-        """It has been."""
-
-    def conclude(self) -> dict[str, float]:
-        """What was measured, on rank 0."""
-        return self._metrics
-
     def agree_to_end(self, ends: bool) -> Exchange:
         """The first rank knows whether a validation has ended the run."""
         return together(lambda: self.checkpoints.end_early(ends, self.stepper.samples))
-
-    def finish(self) -> None:
-        """All hold the same."""
 
     def _measured(self, samples: int | None) -> dict[str, float]:
         """Figures of the model, on rank 0; collective."""
