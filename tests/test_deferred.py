@@ -11,13 +11,15 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from mpitrain.model.building import deferred
 from mpitrain.model.building.deferred import SMALL, CannotDefer, Deferred, held_by
 
 
 @pytest.fixture(autouse=True)
-def nothing_frozen():
+def nothing_frozen(monkeypatch):
     """As in a process of a user's: `build` freezes what is older, and thaws it."""
     gc.unfreeze()
+    monkeypatch.setattr(deferred, "_frozen_by_others", False)
 
 
 class Tied(nn.Module):
@@ -275,3 +277,15 @@ def test_a_failed_build_leaves_real_tensors_in_the_caches_of_the_user():
         deferred.build(Caching)
     deferred.make_leftovers()
     assert torch.equal(Caching().mask, torch.ones(64, 64).tril())
+
+
+def test_what_others_have_frozen_stays_so_and_is_counted_once(monkeypatch):
+    """To count it is a walk through all of it."""
+    counts, count = [], gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(count()) or counts[-1])
+    Deferred().build(Tied)
+    assert counts == [0] and count() == 0
+    gc.freeze()
+    for _ in range(2):
+        Deferred().build(Tied)
+    assert len(counts) == 2 and count() >= counts[1] > 0

@@ -125,7 +125,7 @@ def collect(runtime: Ranks | None = None) -> dict[str, Any]:
         "slurm": _chosen(SLURM_VARIABLES),
         "variables": _chosen(VARIABLES),
         "git": {
-            "mpitrain": git_revision(Path(__file__).parents[1]),
+            "mpitrain": _revision_of_package(),
             "directory": git_revision(Path.cwd()),
         },
     }
@@ -207,6 +207,12 @@ def git_revision(folder: Path) -> str | None:
 
 
 @functools.cache
+def _revision_of_package() -> str | None:
+    """Of the code that runs here, as it is when this process first asks."""
+    return git_revision(Path(__file__).parents[1])
+
+
+@functools.cache
 def code_versions() -> dict[str, str | None]:
     """What runs here, for ranks to compare: python, packages, and mpitrain with a digest of its sources; all as it is
     when this process first asks."""
@@ -228,13 +234,17 @@ def code_places() -> list[str]:
 
 
 def _package_versions(packages: Iterable[str]) -> dict[str, str | None]:
-    versions: dict[str, str | None] = {}
-    for package in packages:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-    return versions
+    return {package: _installed_version(package) for package in packages}
+
+
+@functools.cache
+def _installed_version(package: str) -> str | None:
+    """As it is when this process first asks: a run asks for eight, and Python reads all of what a package says of
+    itself for each."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _launcher() -> str | None:

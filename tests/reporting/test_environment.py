@@ -122,8 +122,19 @@ print(facts["mpi"], facts["gpus"], {"torch", "mpi4py", "h5py"} & set(sys.modules
     assert run.stdout.split() == ["None", "None", "set()"]
 
 
+def test_what_is_installed_is_looked_up_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every run, of which a process may have hundreds. Where it runs may be another folder each time."""
+    first, looked_at = collect(), list[Path]()
+    monkeypatch.setattr(environment.metadata, "version", lambda name: pytest.fail(f"looks for {name} again"))
+    monkeypatch.setattr(environment, "git_revision", looked_at.append)
+    assert collect() == first | {"git": first["git"] | {"directory": None}} and looked_at == [Path.cwd()]
+
+
 def test_a_missing_package_and_a_missing_git_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "PACKAGES", ("no-such-package",))
+    monkeypatch.setattr(
+        environment, "_revision_of_package", environment._revision_of_package.__wrapped__
+    )  # it may be known
     monkeypatch.setenv("PATH", "/nowhere")
     facts = collect()
     assert facts["packages"] == {"no-such-package": None}

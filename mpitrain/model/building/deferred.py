@@ -110,7 +110,7 @@ class Deferred:
         Raises:
             CannotDefer: it cannot be built so. Whatever else `make` raises may be for the same reason.
         """
-        own = gc.get_freeze_count() == 0
+        own = not _others_have_frozen()
         if own:
             gc.freeze()  # older objects hold no tensor of this module, and need not be looked through
         try:
@@ -415,6 +415,17 @@ _PLAIN = torch.Tensor.__torch_dispatch__
 def held_by(module: nn.Module) -> list[torch.Tensor]:
     """Its parameters and buffers, each once."""
     return [*module.parameters(), *module.buffers()]
+
+
+_frozen_by_others = False
+
+
+def _others_have_frozen() -> bool:
+    """Whether to thaw would undo what others have frozen. Python counts by a walk through all of it, so once it has
+    found something it is not asked again."""
+    global _frozen_by_others
+    _frozen_by_others = _frozen_by_others or gc.get_freeze_count() > 0
+    return _frozen_by_others
 
 
 def _alive() -> Iterator[torch.Tensor]:
