@@ -7,7 +7,7 @@ waits for is done, because handing every small collective to another thread and 
 Everything that is posted returns an Op at once, from any thread; what MPI has to do for it is queued to the thread
 that drives. A collective that its caller waits for begins in the caller's thread where nothing else is outstanding,
 and ends there if the other ranks are about to arrive; short messages begin there, too (`wakeup.py`). A process has one
-engine (`Runtime.engine`), which world and process group share.
+engine (`Runtime.engine`), which world and process group share: the threads of two would be inside MPI at once.
 
 The engine never blocks in one operation while others are outstanding: a pipeline posts its receive before the
 matching send on both sides, so an engine that finished one operation before the next would deadlock. Blocking
@@ -77,6 +77,7 @@ class Engine:
         self._of_parent = self._progress  # kept: to free its requests would be a call of MPI
         self._begin(None)
         self._broken = error
+        Progress.threaded = None
 
     # ---- posting
 
@@ -360,6 +361,7 @@ class Engine:
         """Start a daemon thread that drives what no thread waits for. It sleeps while nothing is outstanding."""
         if self._thread is None:
             self._stopping = False
+            Progress.threaded = self._progress
             self._thread = background.start("communication", self._serve)
 
     def stop(self, timeout_s: float | None = None) -> None:
@@ -376,7 +378,8 @@ class Engine:
             thread.join(timeout_s)
         if len(self._progress):
             raise TimeoutError(f"no end within {timeout_s} s of {', '.join(map(repr, self.outstanding))}")
-        self._thread = None
+        if thread is not None:
+            self._thread = Progress.threaded = None
 
     def abandon(self, error: BaseException) -> None:
         """Fail everything outstanding with `error` and end the thread: the communicators are lost. The caller then owns

@@ -1,9 +1,10 @@
 """The single-threaded part of the engine: outstanding requests, tasks made of them, and queues of collectives.
 
 Invariants: there are no locks, no threads and no waiting here. The thread that owns MPI calls it; `poll` tests and
-returns. The list of requests never holds a null one, because MPI reports those as done, and a dead peer's stale
-buffer would be taken for a fresh message. An operation whose deadline passes fails with a TimeoutError; memory that
-MPI may still write to is kept alive for ever.
+returns; while a communication thread has something to do, no other engine of the process may poll (two threads inside
+MPI: 3 of 12 launches crashed or hung under MPICH). The list of requests never holds a null one, because MPI reports
+those as done, and a dead peer's stale buffer would be taken for a fresh message. An operation whose deadline passes
+fails with a TimeoutError; memory that MPI may still write to is kept alive for ever.
 """
 
 import contextlib
@@ -32,6 +33,8 @@ from mpitrain.system import awake
 
 class Progress:
     """Everything outstanding in one process; `on_done` is called after each completion."""
+
+    threaded: "Progress | None" = None  # the one that a communication thread polls
 
     def __init__(self, on_done: Callable[[], None], failed_ranks: FailedRanks | None = None):
         self.num_awake = (
@@ -219,6 +222,8 @@ class Progress:
 
     def poll(self) -> int:
         """Test everything outstanding, complete what is finished, return how many that were."""
+        other = Progress.threaded
+        assert other is None or other is self or other.is_idle, "another engine's thread calls MPI"
         num_done = 0
         for _ in range(
             len(self._requests)

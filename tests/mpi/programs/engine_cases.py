@@ -17,7 +17,7 @@ from mpitrain.mpi.engine.collective_queue import CollectiveQueue
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.engine.requests import Progress
 from mpitrain.mpi.world import MpiWorld
-from tests.mpi.cases import run_cases
+from tests.mpi.cases import raises, run_cases
 
 SIZES = (
     0,
@@ -106,7 +106,8 @@ def case_what_may_never_be_done_keeps_nobody_awake(rt, engine):
     engine.run(lambda: None)  # what was handed to another thread is done
     assert engine._progress.num_awake == 0
     assert not send.done and not receive.done
-    rt.barrier()  # what a faster rank sends next would complete this rank's receive
+    # What a faster rank sends next would complete this rank's receive. `rt.barrier()` would poll beside the thread.
+    engine.run(lambda: None, rt._control_comm)
     engine.wait(engine.isend(bytearray(1), after, 2), receive, timeout_s=DEADLINE_S)
     inbox = np.zeros(size, np.uint8)
     engine.wait(engine.irecv(inbox, before, 1), send, timeout_s=DEADLINE_S)
@@ -289,6 +290,17 @@ def case_collectives_keep_the_order_of_submission(rt, engine):
             assert (k, str(error)) == (4, "planted 4")
     assert order == list(range(10))
     assert isinstance(ops[4].error, ValueError)
+
+
+def case_no_other_engine_calls_mpi_beside_a_communication_thread(rt):
+    """Two threads would be inside MPI, where this process is to have one. An idle one calls nothing."""
+    engine = Engine(rt.comm)
+    engine.start_thread()
+    rt.barrier()
+    engine.irecv(bytearray(1), (rt.rank + 1) % rt.size, 19, passive=True)
+    engine.run(lambda: None)  # what was handed to the thread is done
+    raises(AssertionError, "another engine", rt.engine.poll)
+    engine.stop(DEADLINE_S)
 
 
 def case_a_broken_callback_fails_everybody_who_waits(rt):
