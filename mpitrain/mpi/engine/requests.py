@@ -30,6 +30,8 @@ from mpitrain.mpi.failed_ranks import FailedRanks
 from mpitrain.mpi.operation import Op
 from mpitrain.system import awake
 
+_abandoned: list[Any] = []  # requests and buffers that MPI may still write to when their engine is gone
+
 
 class Progress:
     """Everything outstanding in one process; `on_done` is called after each completion."""
@@ -47,7 +49,6 @@ class Progress:
         self._deadlines: list[tuple[float, int, Op, float, Callable[[BaseException], None]]] = []
         self._order = itertools.count()
         self._status = MPI.Status()
-        self._abandoned: list[Any] = []  # requests and buffers that MPI may still write to after a break
 
     def __len__(self) -> int:
         return len(self._ops) + sum(map(len, self._all_queues()))
@@ -253,7 +254,7 @@ class Progress:
     def fail_all(self, error: BaseException) -> None:
         """Complete everything outstanding with `error`; what MPI may still write to is kept alive for ever."""
         ops = self.outstanding()
-        self._abandoned += [(self._requests, [op.buffer for op in ops])]
+        _abandoned.append((self._requests, [op.buffer for op in ops]))
         self._requests, self._ops, self.num_awake = [], [], 0
         self._queues.clear()
         for op in ops:
@@ -294,7 +295,7 @@ class Progress:
         for index in reversed(failed):
             self._remove(index)
         for op in ops:
-            self._abandoned.append((None, op.buffer))  # fragments may be under way yet
+            _abandoned.append((None, op.buffer))  # fragments may be under way yet
             self.complete(op, failure)
 
     def _remove(self, index: int) -> None:
@@ -337,7 +338,7 @@ class Progress:
             index = self._ops.index(op)
             if op.kind == "receive" and isinstance(error, TimeoutError):
                 self._requests[index].Cancel()
-            self._abandoned.append((self._requests[index], op.buffer))
+            _abandoned.append((self._requests[index], op.buffer))
             self._remove(index)
         self.complete(op, error)
 
@@ -345,7 +346,7 @@ class Progress:
         """A collective can never be completed: it and everything behind it fails, now and later."""
         queue.broken = error
         if isinstance(error, TimeoutError) and not isinstance(error, PeersTimedOutError):
-            self._abandoned.append(queue.announce_timeout())
+            _abandoned.append(queue.announce_timeout())
         collectives = queue.unfinished()
         queue.pending.clear()
         queue.running = None

@@ -1,8 +1,10 @@
 """The progress engine on real ranks: the same cases inline and with the communication thread."""
 
 import functools
+import gc
 import sys
 import threading
+import weakref
 from concurrent.futures import CancelledError
 from types import SimpleNamespace
 
@@ -304,10 +306,12 @@ def case_no_other_engine_calls_mpi_beside_a_communication_thread(rt):
 
 
 def case_a_broken_callback_fails_everybody_who_waits(rt):
-    """On the thread there is nobody to raise to, so everything outstanding and everything new gets the error."""
+    """On the thread there is nobody to raise to, so everything outstanding and everything new gets the error. What a
+    message may still be written to outlives the engine."""
     engine = Engine(rt.comm)
     engine.start_thread()
-    never = engine.irecv(bytearray(1), (rt.rank + 1) % rt.size, 16)
+    buffer = np.zeros(1, np.uint8)
+    never = engine.irecv(buffer, (rt.rank + 1) % rt.size, 16)
 
     def broken(op):
         raise KeyError("planted in a callback")
@@ -320,6 +324,11 @@ def case_a_broken_callback_fails_everybody_who_waits(rt):
             assert "planted in a callback" in str(error)
         else:
             raise AssertionError("the engine is broken, yet the wait returned")
+    engine.stop(DEADLINE_S)
+    written = weakref.ref(buffer)
+    del engine, never, op, buffer
+    gc.collect()
+    assert written() is not None
     rt.barrier()
     rt.comm.Send(b"0", (rt.rank - 1) % rt.size, 16)  # what the abandoned receive still takes
 
