@@ -41,9 +41,9 @@ TOGETHER = {
     ),
     "threshold": (mt.AllReduce(codec=mt.Threshold(density=0.25)), {"epochs": 2}),
     "powersgd": (mt.AllReduce(codec=mt.PowerSGD(rank=1)), {"epochs": 2, "batch_size": 3}),
-    "pipeline": (mt.Pipeline(microbatches=3), {"model": toy.three_layers, "epochs": 2}),
+    "pipeline": (mt.Pipeline(microbatches=3), {"model": toy.three_layers, "epochs": 1}),
     "tensor": (
-        mt.TensorParallel(), {"model": toy.three_layers, "epochs": 2, "tensor_plan": {"0": "column", "2": "row"}},
+        mt.TensorParallel(), {"model": toy.three_layers, "epochs": 1, "tensor_plan": {"0": "column", "2": "row"}},
     ),
 }  # fmt: skip
 NEARLY = ("rest", "clipped", "running", "threshold", "powersgd", "weighed", "pipeline", "tensor")

@@ -150,7 +150,13 @@ def damaged_shards(path):
             2,
             "flipped.h5: dataset 'x', chunk 3 (samples 24 to 31) fails its fletcher32 checksum",
         ),
-        ("mpich", "raise", 1, "rank 2 (worker, step 0): RuntimeError: planted in the loss"),
+        pytest.param(
+            "mpich",
+            "raise",
+            1,
+            "rank 2 (worker, step 0): RuntimeError: planted in the loss",
+            marks=pytest.mark.extended,
+        ),
     ],
 )
 def test_wrong_input_is_said_once_and_all_ranks_leave_together(tmp_path, mpi, end, code, said):

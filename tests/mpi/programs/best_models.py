@@ -57,7 +57,7 @@ for strategy in json.loads(sys.argv[2]):
         "on": train(strategy, "ended", patience=9, resume="auto"),
     }
     if strategy in TIMED:
-        found[strategy]["timed"] = train(strategy, "timed", validate_every="0.3s", epochs=12)
-        found[strategy]["later"] = train(strategy, "later", validate_every="600s", epochs=12)
+        found[strategy]["timed"] = train(strategy, "timed", validate_every="0.3s", epochs=8)
+        found[strategy]["later"] = train(strategy, "later", validate_every="600s", epochs=8)
 if runtime.rank == 0:
     (root / "found.json").write_text(json.dumps(found, default=str))
