@@ -140,6 +140,18 @@ def test_what_a_program_leaves_to_its_end_goes_as_in_a_cold_rank(last, code):
     assert warm.stderr.splitlines()[-1:] == cold.stderr.splitlines()[-1:], warm
 
 
+def test_a_signal_to_a_rank_that_takes_down_its_modules_finds_no_handler():
+    program = (
+        "import os, signal\nimport mpi4py.MPI\n"
+        "class Held:\n    def __del__(self, kill=os.kill, own=os.getpid()):\n        kill(own, 15)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('heard'))\nheld = Held()\n"
+    )
+    warm, cold = (run_ranks(1, program, warm=warm) for warm in (True, False))
+    assert (
+        (warm.code, warm.stdout) == (cold.code, cold.stdout) and warm.code != 0 and "heard" not in str(warm)
+    )
+
+
 @pytest.fixture(scope="module")
 def pool():
     python = find_mpi()[0]

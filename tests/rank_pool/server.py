@@ -267,6 +267,10 @@ def _preload_package() -> None:
         if not part.name.endswith("__main__"):
             with contextlib.suppress(ImportError):
                 importlib.import_module(part.name)
+    # of all sources, by git and from metadata: the first run of each launch would look, and find the same
+    facts = sys.modules["mpitrain.reporting.environment"]
+    facts.code_versions()
+    facts._revision_of_package()
     for name in ("mpi4py.MPI", "mpitrain", backend.__name__):
         del sys.modules[name]
     vars(package).pop("torch_backend", None)
@@ -329,6 +333,9 @@ def _end() -> None:
         return
     finalize = mpi.Finalize if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
     del mpi
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):  # what a handler needs is taken down
+            signal.signal(number, signal.SIG_DFL)
     _take_down()
     try:
         sys.stdout.flush()
