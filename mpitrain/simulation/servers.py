@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,11 @@ from mpitrain.roles.replay import load_order, load_run, repeat
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.checkpoints import VirtualWriter, writers_over_servers
 from mpitrain.simulation.collective_costs import all_reduces
-from mpitrain.simulation.local_sgd import simulate_local_sgd
-from mpitrain.simulation.lockstep import simulate_lockstep
-from mpitrain.simulation.peers import simulate_peers
-from mpitrain.strategies.allreduce import AllReduce
-from mpitrain.strategies.base import ServerStrategy, Strategy
-from mpitrain.strategies.decentralized import Decentralized
-from mpitrain.strategies.local_sgd import LocalSGD
-from mpitrain.strategies.model_parallel.base import Split
+from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign_workers
 from mpitrain.system import background
+from mpitrain.training.families import run_family
 from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import MODEL_FILE, build_optimizer, same_model
 from mpitrain.training.parameter_server.builder import RoleBuilder
@@ -54,13 +48,6 @@ from mpitrain.training.validations.judge import NOBODY_LEFT
 from mpitrain.training.validations.measured_tables import measured_by_workers
 from mpitrain.training.validations.validation import Measure
 from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw, VirtualWorld
-
-_SERVERLESS: dict[type[Strategy], Callable[[VirtualRun], dict[str, Any]]] = {
-    AllReduce: simulate_lockstep,
-    Split: simulate_lockstep,
-    LocalSGD: simulate_local_sgd,
-    Decentralized: simulate_peers,
-}
 
 
 @background.failures_raised()
@@ -81,7 +68,9 @@ def simulate_job(
     assert job.strategy is not None
     if job.strategy.has_servers:
         return _Simulation(job, options, num_workers, compute, network, costs=costs).simulate()
-    return job.strategy.choose(_SERVERLESS)(VirtualRun(job, options, num_workers, compute, network, costs))
+    run = VirtualRun(job, options, num_workers, compute, network, costs)
+    result: dict[str, Any] = run_family(job.strategy, "virtual", run)
+    return result
 
 
 @background.failures_raised()

@@ -1,13 +1,14 @@
-"""How each family of strategies trains: the function of a rank that is a process, and of one that is a thread.
+"""How each family of strategies runs: the function of a rank that is a process, of one that is a thread, and of a run
+in virtual time.
 
-Invariants: a family's modules are imported when it runs, so that each takes only what it needs of torch.
+Invariants: functions are named by text and imported when a family runs, so that each takes only what it needs of torch,
+and simulations, a floor above, are no more than named here.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy, Strategy
@@ -17,33 +18,34 @@ from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.strategies.model_parallel.sharded import Sharded
 from mpitrain.strategies.model_parallel.tensor import TensorParallel
 
-if TYPE_CHECKING:
-    from mpitrain.training.outcome import RunOutcome
-    from mpitrain.training.session import Session
-
 
 class Family(NamedTuple):
-    """Modules below `mpitrain/training/` that run it. `threads`: empty where `strategies/features.py` refuses them."""
+    """Functions below `mpitrain/`. `processes`, `threads`: from a rank's `Session` to its `RunOutcome`; empty where
+    `strategies/features.py` refuses threads. `virtual`: from a `VirtualRun` to what `result.json` holds; servers, which
+    replay recorded runs, too, have their own."""
 
-    function: str
     processes: str
     threads: str = ""
-
-    def runner(self, in_threads: bool) -> Callable[[Session], RunOutcome]:
-        """The function that runs this family on one rank."""
-        module = importlib.import_module(
-            f"mpitrain.training.{self.threads if in_threads else self.processes}"
-        )
-        found: Callable[[Session], RunOutcome] = getattr(module, self.function)
-        return found
+    virtual: str = ""
 
 
+_LOCKSTEP = "simulation.lockstep.simulate_lockstep"
+_SERVERS, _PEERS = "training.parameter_server.run.run_servers", "training.decentralized.run.run_peers"
+_LOCAL_SGD = "training.local_sgd.trainer.run_local_sgd"
 FAMILIES: dict[type[Strategy], Family] = {
-    AllReduce: Family("run_allreduce", "synchronous.launch", "in_threads.allreduce"),
-    LocalSGD: Family("run_local_sgd", "local_sgd.trainer", "in_threads.local_sgd"),
-    Decentralized: Family("run_peers", "decentralized.run", "decentralized.run"),
-    ServerStrategy: Family("run_servers", "parameter_server.run", "parameter_server.run"),
-    Pipeline: Family("run_pipeline", "model_parallel.pipeline"),
-    TensorParallel: Family("run_tensor", "model_parallel.tensor"),
-    Sharded: Family("run_sharded", "model_parallel.sharded"),
+    AllReduce: Family(
+        "training.synchronous.launch.run_allreduce", "training.in_threads.allreduce.run_allreduce", _LOCKSTEP
+    ),
+    LocalSGD: Family(_LOCAL_SGD, _LOCAL_SGD, "simulation.local_sgd.simulate_local_sgd"),
+    Decentralized: Family(_PEERS, _PEERS, "simulation.peers.simulate_peers"),
+    ServerStrategy: Family(_SERVERS, _SERVERS),
+    Pipeline: Family("training.model_parallel.pipeline.run_pipeline", virtual=_LOCKSTEP),
+    TensorParallel: Family("training.model_parallel.tensor.run_tensor", virtual=_LOCKSTEP),
+    Sharded: Family("training.model_parallel.sharded.run_sharded", virtual=_LOCKSTEP),
 }
+
+
+def run_family(strategy: Strategy, world: str, begun: Any) -> Any:
+    """Run what the table has for this strategy in a world (a field of `Family`) with what it takes there."""
+    module, _, name = getattr(strategy.choose(FAMILIES), world).rpartition(".")
+    return getattr(importlib.import_module(f"mpitrain.{module}"), name)(begun)

@@ -72,7 +72,7 @@ class RanksInOneProcess(WeighsAtLast):
             if self.codecs is not None:
                 everybody.append([None if one is None else one.clone() for one in own])
             else:
-                sums = _add(sums, own, size)
+                sums = self.add(sums, own)
                 self._count_rows(own)
         self._hold(0)
         if self.codecs is not None:
@@ -93,6 +93,19 @@ class RanksInOneProcess(WeighsAtLast):
         for index, gradient in enumerate(own):
             if gradient is not None and gradient.is_sparse:
                 self.touched[index] = self.touched.get(index, (0, 0))[0] + gradient._nnz(), 0
+
+    @torch.no_grad()
+    def add(self, sums: Gradient, own: Gradient) -> Gradient:
+        """The sums with one rank's gradient, divided by the number of ranks, added in float32 at least."""
+        result: Gradient = []
+        for total, gradient in zip(sums or [None] * len(own), own, strict=True):
+            if gradient is None:
+                result.append(total)
+                continue
+            part = gradient / len(self.owns)
+            part = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
+            result.append(part if total is None else total.add_(part))
+        return result
 
     @torch.no_grad()
     def _use(self, sums: Gradient, size: int) -> None:
@@ -117,17 +130,3 @@ class RanksInOneProcess(WeighsAtLast):
     def _keep(self, rank: int) -> None:
         for held, own in zip(self._held, self._buffers[rank], strict=True):
             own.copy_(held)
-
-
-@torch.no_grad()
-def _add(sums: Gradient, own: Gradient, size: int) -> Gradient:
-    """The sums with one rank's gradient, divided by the number of ranks, added in float32 at least."""
-    result: Gradient = []
-    for total, gradient in zip(sums or [None] * len(own), own, strict=True):
-        if gradient is None:
-            result.append(total)
-            continue
-        part = gradient / size
-        part = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
-        result.append(part if total is None else total.add_(part))
-    return result

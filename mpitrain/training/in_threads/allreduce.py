@@ -19,12 +19,10 @@ from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.recipe import Recipe
 from mpitrain.threads.ranks import ThreadRanks
 from mpitrain.threads.sums import Sums
-from mpitrain.training.in_threads.collectives import ThreadCollectives
 from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.session import Session
-from mpitrain.training.synchronous.collectives import GroupCollectives
 from mpitrain.training.synchronous.ddp import ParallelModule
-from mpitrain.training.synchronous.launch import shared_model
+from mpitrain.training.synchronous.launch import run_synchronous
 from mpitrain.training.synchronous.stepper import Parts, Stepper, WeighsAtLast
 from mpitrain.training.synchronous.trainer import Trainer
 from mpitrain.training.synchronous.unused import check_used
@@ -32,22 +30,7 @@ from mpitrain.training.synchronous.unused import check_used
 
 def run_allreduce(session: Session) -> RunOutcome:
     """Train synchronously; returns what this rank knows of the run."""
-    return run_trainer(session, ThreadTrainer)
-
-
-def run_trainer(session: Session, trainer_class: type[Trainer]) -> RunOutcome:
-    """Train with all ranks taking the same number of steps, as `trainer_class` takes them."""
-    module, optimizer, device = shared_model(session)
-    with session.job.data.reader(session.catalogue, session.job.seed) as reader:
-        trainer = trainer_class(session, module, Rates(optimizer), reader, device)
-        trainer.run()
-        return trainer.outcome()
-
-
-def threads_of(session: Session) -> ThreadRanks:
-    """The ranks of a run in threads."""
-    assert isinstance(session.runtime, ThreadRanks)
-    return session.runtime
+    return run_synchronous(session, ThreadTrainer)
 
 
 class ThreadStepper(WeighsAtLast):
@@ -129,11 +112,9 @@ class ThreadStepper(WeighsAtLast):
 class ThreadTrainer(Trainer):
     """The run of one of the threads."""
 
-    def _make_collectives(self) -> GroupCollectives:
-        return ThreadCollectives(threads_of(self.session).sums())
-
     def _make_stepper(self) -> Stepper:
-        session, ranks = self.session, threads_of(self.session)
+        session, ranks = self.session, self.session.runtime
+        assert isinstance(ranks, ThreadRanks)
         stepper = ThreadStepper(session.job, self.recipe, self.rank, ranks.where, ranks.sums())
         stepper.train(self.module, self.rates)
         return stepper

@@ -17,7 +17,6 @@ from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.resuming.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints
-from mpitrain.training.synchronous.ddp import ParallelModule
 from mpitrain.training.synchronous.launch import run_synchronous
 from mpitrain.training.synchronous.recovery_state import RecoveryState
 from mpitrain.training.synchronous.trainer import CopyingTrainer
@@ -43,13 +42,11 @@ class LocalSGDTrainer(CopyingTrainer):
         replica = LocalReplica(
             self.averager, self._parts, session.job, self.recipe, self.rank, session.runtime.where, self.set_measure,
         )  # fmt: skip
-        replica.train(self.module, self.rates, self._make_first() if strategy.start else None)
+        # what averages gradients in the backward pass, as long as all step together; threads do so after it
+        in_backward = strategy.start and session.runtime.num_threads is None
+        replica.train(self.module, self.rates, self._make_parallel() if in_backward else None)
         replica.on_settled = self.settle_checkpoint
         return replica
-
-    def _make_first(self) -> ParallelModule | None:
-        """What averages gradients in the backward pass, as long as all step together."""
-        return self._make_parallel()
 
     @property
     def replica(self) -> LocalReplica:

@@ -1,14 +1,17 @@
 """Collectives of tensors among the ranks that take the same steps: what local SGD and the checkpoints of synchronous
 runs ask of one another.
 
-Invariants: all ranks call the same in the same order, with the same shapes and dtypes. Here they are those of
-torch.distributed; ranks that are threads have others (`in_threads/collectives.py`).
+Invariants: all ranks call the same in the same order, with the same shapes and dtypes.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+
+from mpitrain.system.launched.ranks import Ranks
+from mpitrain.threads.ranks import ThreadRanks
+from mpitrain.threads.sums import Sums
 
 
 class GroupCollectives:
@@ -46,3 +49,33 @@ class GroupCollectives:
         for value in values:
             dist.broadcast(value, 0, group=self.group)
         return values
+
+
+class ThreadCollectives(GroupCollectives):
+    """Over the ranks of `sums`. What one of them brings, the others read and do not change."""
+
+    def __init__(self, sums: Sums):
+        self.sums, self.group = sums, None
+        self.size, self.rank = sums.size, sums.place
+
+    def mean(self, flat: torch.Tensor) -> None:
+        flat.copy_(self.sums.add_up(flat).div_(self.size))
+
+    def largest(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.copy_(torch.stack(self.everybody(numbers)).amax(0))
+
+    def everybody(self, own: torch.Tensor) -> list[torch.Tensor]:
+        return [one.to(own.device) for one in self.sums.bring(own.clone())]
+
+    def exchange(self, messages: torch.Tensor) -> torch.Tensor:
+        return torch.stack([one[self.rank] for one in self.everybody(messages)])
+
+    def from_first(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        values = [tensor.detach().clone() for tensor in tensors]
+        self.sums.first_of(values)
+        return values
+
+
+def collectives_of(runtime: Ranks) -> GroupCollectives:
+    """Of all ranks of a run."""
+    return ThreadCollectives(runtime.sums()) if isinstance(runtime, ThreadRanks) else GroupCollectives()

@@ -5,6 +5,9 @@ Invariants: it only composes; the steps themselves are a trainer's.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -37,17 +40,27 @@ def run_synchronous(session: Session, trainer_class: type[Trainer]) -> RunOutcom
         def make(kept: RecoveryState | None) -> Trainer:
             return trainer_class(session, module, rates, reader, device, kept)
 
-        from mpitrain.mpi.process_group.process_group import default_group
-
         if survives(runtime, session.strategy):
             from mpitrain.training.synchronous.recovery import Survivors
 
             return Survivors(session, make).run()
-        with default_group(session.mpi):
-            settle_allreduce(session)
+        with _group(session):
             trainer = make(None)
             trainer.run()
             return trainer.outcome()
+
+
+@contextlib.contextmanager
+def _group(session: Session) -> Iterator[None]:
+    """The default group of torch.distributed, where ranks are processes."""
+    if session.runtime.num_threads is not None:
+        yield
+        return
+    from mpitrain.mpi.process_group.process_group import default_group
+
+    with default_group(session.mpi):
+        settle_allreduce(session)
+        yield
 
 
 def shared_model(session: Session) -> tuple[nn.Module, torch.optim.Optimizer, torch.device]:

@@ -40,7 +40,7 @@ from mpitrain.training.schedule import go_on, report_end_of
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints, copied
 from mpitrain.training.synchronous.codec_hooks import CodecHook
-from mpitrain.training.synchronous.collectives import GroupCollectives
+from mpitrain.training.synchronous.collectives import collectives_of
 from mpitrain.training.synchronous.ddp import ParallelModule
 from mpitrain.training.synchronous.injected_delay import InjectedDelay
 from mpitrain.training.synchronous.recovery_state import RecoveryState
@@ -82,7 +82,7 @@ class Trainer(AlikeReplica):
         job = session.job
         self.validations = session.validations(steps_end_it=True)
         self.set_measure = self._make_measure()
-        self.collectives = self._make_collectives()
+        self.collectives = collectives_of(session.runtime)
         self.stepper = self._make_stepper()
         self.hook: CodecHook | None = self.stepper.parallel.hook if self.stepper.parallel else None
         per_epoch = -(-session.catalogue.num_samples // (job.step_samples * self.num_workers))
@@ -161,10 +161,6 @@ class Trainer(AlikeReplica):
             self.hook.restore_shares(
                 *(kept.shares(self.num_workers) if kept else self.checkpoints.restored_own(self.session))
             )
-
-    def _make_collectives(self) -> GroupCollectives:
-        """By which the ranks agree."""
-        return GroupCollectives()
 
     def _make_stepper(self) -> Stepper:
         """What takes the steps."""
