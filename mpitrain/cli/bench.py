@@ -6,6 +6,7 @@ import argparse
 import shlex
 from typing import Any
 
+from mpitrain.cli.common.options import asked, option, switch
 from mpitrain.cli.train import add_options, overrides
 from mpitrain.errors import UsageError
 from mpitrain.system.launched.launch_variables import why_no_launching
@@ -45,52 +46,43 @@ def add_parser(commands: Any) -> None:
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    parser.add_argument("job", metavar="JOB", help="job file: Python that ends in `job = mpitrain.Job(...)`")
-    parser.add_argument(
-        "--strategies",
-        nargs="+",
-        default=["allreduce"],
-        metavar="TEXT",
-        help="to measure; the others are compared with the first (default: allreduce)",
-    )
-    parser.add_argument(
-        "--workers", type=positives, metavar="N,N,...",
-        help="workers of the runs under MPI (default: 1,2, or none beside --virtual-workers)",
+    option(parser, "job", "JOB", "job file: Python that ends in `job = mpitrain.Job(...)`")
+    option(
+        parser, "--strategies", "TEXT",
+        "to measure; the others are compared with the first (default: allreduce)",
+        default=["allreduce"], nargs="+",
     )  # fmt: skip
-    parser.add_argument(
-        "--virtual-workers", type=positives, default=(), metavar="N,N,...", help="workers of the virtual runs"
-    )
-    parser.add_argument(
-        "--global-batch-size", type=positive, metavar="N", help="samples of all workers and a step together"
-    )
-    parser.add_argument(
-        "--repeats", type=positive, default=3, metavar="N", help="runs of each setting under MPI (default: 3)"
-    )
+    option(
+        parser, "--workers", "N,N,...",
+        "workers of the runs under MPI (default: 1,2, or none beside --virtual-workers)",
+        positives,
+    )  # fmt: skip
+    option(parser, "--virtual-workers", "N,N,...", "workers of the virtual runs", positives, ())
+    option(parser, "--global-batch-size", "N", "samples of all workers and a step together", positive)
+    option(parser, "--repeats", "N", "runs of each setting under MPI (default: 3)", positive, 3)
     add_options(parser, "synthetic")
-    parser.add_argument(
-        "--train-args", default="", metavar="TEXT",
-        help='further options of mpitrain train for every run, such as "--epochs 3 --target accuracy=0.9"',
+    option(
+        parser, "--train-args", "TEXT",
+        'further options of mpitrain train for every run, such as "--epochs 3 --target accuracy=0.9"',
+        default="",
     )  # fmt: skip
-    parser.add_argument(
-        "--compute", default="measured(3)", metavar="LAW",
-        help='how long a virtual batch takes, as for simulate (default: "measured(3)", timed here)',
+    option(
+        parser, "--compute", "LAW",
+        'how long a virtual batch takes, as for simulate (default: "measured(3)", timed here)',
+        default="measured(3)",
     )  # fmt: skip
-    parser.add_argument(
-        "--network",
-        default="ideal()",
-        metavar="LAW",
-        help='how long virtual messages take (default: "ideal()")',
+    option(
+        parser, "--network", "LAW", 'how long virtual messages take (default: "ideal()")', default="ideal()"
     )
-    parser.add_argument(
-        "--mpi", choices=("auto", "openmpi", "mpich", "srun"), default="auto", metavar="KIND",
-        help="which launcher: auto (default), openmpi, mpich or srun",
+    option(
+        parser, "--mpi", "KIND",
+        "which launcher: auto (default), openmpi, mpich or srun",
+        default="auto", choices=("auto", "openmpi", "mpich", "srun"),
     )  # fmt: skip
-    parser.add_argument(
-        "--run-dir", metavar="DIR", help="where the runs go (default: runs/JOB-bench-DATE-TIME)"
-    )
-    parser.add_argument("--quiet", action="store_true", help="figures of merit and files only")
-    parser.add_argument("--json", metavar="FILE", help="write the figures of all runs")
-    parser.add_argument("--html", metavar="FILE", help="write a page with curves")
+    option(parser, "--run-dir", "DIR", "where the runs go (default: runs/JOB-bench-DATE-TIME)")
+    switch(parser, "--quiet", "figures of merit and files only")
+    option(parser, "--json", "FILE", "write the figures of all runs")
+    option(parser, "--html", "FILE", "write a page with curves")
     parser.set_defaults(run=run_bench)
 
 
@@ -113,22 +105,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
     if workers is None:
         workers = () if arguments.virtual_workers else (1, 2)
     return bench_command(
-        Request(
-            arguments.job,
-            arguments.strategies,
-            workers,
-            arguments.virtual_workers,
-            arguments.global_batch_size,
-            arguments.repeats,
-            words,
-            overrides(inner),
-            inner.options,
-            arguments.compute,
-            arguments.network,
-            arguments.mpi,
-            arguments.run_dir,
-            arguments.json,
-            arguments.html,
-            arguments.quiet,
+        asked(
+            Request, arguments, path=arguments.job, workers=workers, words=words, overrides=overrides(inner),
+            settings=inner.options,
         )
-    )
+    )  # fmt: skip

@@ -6,6 +6,7 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.cli.common.options import option, switch
 from mpitrain.errors import EXIT_ERROR, EXIT_OK
 from mpitrain.system.saying import say
 
@@ -34,27 +35,20 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "compare", help="compare two runs within tolerances", description=_DESCRIPTION, epilog=_EPILOG
     )
-    parser.add_argument(
-        "first", metavar="RUN", help="directory of the run that is the baseline, or its result.json"
-    )
-    parser.add_argument("second", metavar="RUN", help="of the run that is measured by it")
-    parser.add_argument(
-        "--tolerance",
-        action="append",
-        default=[],
-        metavar="T",
-        help="5%% (of the baseline; the default), 0.01 (absolute), or of one figure accuracy=0.5%%; may be given again",
-    )
-    parser.add_argument(
-        "--worse-only", action="store_true", help="a change for the better is within any tolerance"
-    )
-    parser.add_argument(
-        "--across",
+    option(parser, "first", "RUN", "directory of the run that is the baseline, or its result.json")
+    option(parser, "second", "RUN", "of the run that is measured by it")
+    option(
+        parser, "--tolerance", "T",
+        "5%% (of the baseline; the default), 0.01 (absolute), or of one figure accuracy=0.5%%; may be given again",
+        default=[], action="append",
+    )  # fmt: skip
+    switch(parser, "--worse-only", "a change for the better is within any tolerance")
+    option(
+        parser, "--across", "NAMES",
+        "settings that may differ, with commas between them: strategy,workers",
         default="",
-        metavar="NAMES",
-        help="settings that may differ, with commas between them: strategy,workers",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write all of it")
+    )  # fmt: skip
+    option(parser, "--json", "FILE", "write all of it")
     parser.set_defaults(run=run_compare)
 
 

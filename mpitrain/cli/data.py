@@ -7,6 +7,7 @@ import math
 import sys
 from typing import Any
 
+from mpitrain.cli.common.options import asked, option, switch
 from mpitrain.cli.common.ranks import with_ranks
 from mpitrain.errors import EXIT_OK, DataError
 from mpitrain.system.launched.launch_variables import launched_rank
@@ -90,9 +91,7 @@ def add_parser(commands: Any) -> None:
     info = actions.add_parser(
         "info", help="show what shards hold", description="Show what shards hold.", epilog=_INFO_EPILOG
     )
-    info.add_argument(
-        "pattern", metavar="PATTERN", help='shards, such as "data/digits/train-*.h5", or a folder'
-    )
+    option(info, "pattern", "PATTERN", 'shards, such as "data/digits/train-*.h5", or a folder')
     _add_trust(info)
     info.set_defaults(run=run_info)
 
@@ -101,75 +100,54 @@ def _add_pack(actions: Any) -> None:
     pack = actions.add_parser(
         "pack", help="pack samples into shards", description=_PACK_DESCRIPTION, epilog=_PACK_EPILOG
     )
-    pack.add_argument("source", metavar="SOURCE", help="a name, a file, a folder or Python; see below")
-    pack.add_argument("dest", metavar="DEST", help="directory for the shards")
-    pack.add_argument(
-        "--validate",
-        type=fraction,
-        default=0.2,
-        metavar="FRACTION",
-        help="part for validation (default: 0.2)",
-    )
-    pack.add_argument(
-        "--shard-samples", type=positive, metavar="N", help="samples per shard (default: about 256 MiB)"
-    )
-    pack.add_argument(
-        "--chunk-samples", type=positive, metavar="N", help="samples read at once (default: about 1 MiB)"
-    )
-    pack.add_argument(
-        "--seed", type=natural, default=0, metavar="S", help="of permutation and split (default: 0)"
-    )
-    pack.add_argument(
-        "--compression",
-        metavar="NAME[:LEVEL]",
-        help="gzip, or zstd or blosc with pip install 'mpitrain[compression]' (default: none)",
-    )
+    option(pack, "source", "SOURCE", "a name, a file, a folder or Python; see below")
+    option(pack, "dest", "DEST", "directory for the shards")
+    option(pack, "--validate", "FRACTION", "part for validation (default: 0.2)", fraction, 0.2)
+    option(pack, "--shard-samples", "N", "samples per shard (default: about 256 MiB)", positive)
+    option(pack, "--chunk-samples", "N", "samples read at once (default: about 1 MiB)", positive)
+    option(pack, "--seed", "S", "of permutation and split (default: 0)", natural, 0)
+    option(
+        pack, "--compression", "NAME[:LEVEL]",
+        "gzip, or zstd or blosc with pip install 'mpitrain[compression]' (default: none)",
+    )  # fmt: skip
     _add_source_options(pack.add_argument_group("of the source"))
     pack.set_defaults(run=run_pack)
 
 
 def _add_source_options(group: Any) -> None:
-    group.add_argument(
-        "--arrays",
-        metavar="TEXT",
-        help='arrays to pack under which names, such as "x=a+b,y=label": columns side by side; "x=*": all '
+    option(
+        group, "--arrays", "TEXT",
+        'arrays to pack under which names, such as "x=a+b,y=label": columns side by side; "x=*": all '
         "numbers not named elsewhere",
-    )
-    group.add_argument(
-        "--variable",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="an array whose samples differ in length; may be given often",
-    )
-    group.add_argument("--image-size", type=_size, metavar="HxW", help="scale and crop images to this size")
-    group.add_argument("--encoded", action="store_true", help="keep images as the bytes of their files")
-    group.add_argument(
-        "--accept-loss",
-        type=_losses,
-        default=(),
-        metavar="WHAT,...",
-        help="what images may lose, otherwise they are refused: frames, transparency, depth (all but 8 bits), "
+    )  # fmt: skip
+    option(
+        group, "--variable", "NAME",
+        "an array whose samples differ in length; may be given often",
+        default=[], action="append",
+    )  # fmt: skip
+    option(group, "--image-size", "HxW", "scale and crop images to this size", _size)
+    switch(group, "--encoded", "keep images as the bytes of their files")
+    option(
+        group, "--accept-loss", "WHAT,...",
+        "what images may lose, otherwise they are refused: frames, transparency, depth (all but 8 bits), "
         "channels (all but the colours), colors (of CMYK and the like)",
-    )
+        _losses, (),
+    )  # fmt: skip
     _add_trust(group)
 
 
 def _add_trust(group: Any, sizes: bool = True) -> None:
     """What files from elsewhere may do."""
-    group.add_argument(
-        "--allow-external",
-        action="store_true",
-        help="read also what lies elsewhere: links out of the folder, HDF5 datasets in other files",
-    )
+    switch(
+        group, "--allow-external",
+        "read also what lies elsewhere: links out of the folder, HDF5 datasets in other files",
+    )  # fmt: skip
     if sizes:
-        group.add_argument(
-            "--max-gib",
-            type=_gib,
-            default=4.0,
-            metavar="G",
-            help="memory that a file may take by what it merely declares (default: 4)",
-        )
+        option(
+            group, "--max-gib", "G",
+            "memory that a file may take by what it merely declares (default: 4)",
+            _gib, 4.0,
+        )  # fmt: skip
 
 
 def _add_stage(actions: Any) -> None:
@@ -179,8 +157,8 @@ def _add_stage(actions: Any) -> None:
         description=_STAGE_DESCRIPTION,
         epilog=_STAGE_EPILOG,
     )
-    stage.add_argument("source", metavar="PACK", help="folder that `data pack` wrote")
-    stage.add_argument("dest", metavar="DEST", help="folder to copy it into; $VARIABLES are this node's")
+    option(stage, "source", "PACK", "folder that `data pack` wrote")
+    option(stage, "dest", "DEST", "folder to copy it into; $VARIABLES are this node's")
     _add_trust(stage, sizes=False)
     _add_user(
         stage, "who needs it, such as 'job 12', until unstage is called for the same; without, it is kept"
@@ -192,8 +170,8 @@ def _add_stage(actions: Any) -> None:
         description=_UNSTAGE_DESCRIPTION,
         epilog=_UNSTAGE_EPILOG,
     )
-    unstage.add_argument("source", metavar="PACK", help="folder that was staged; only its name matters")
-    unstage.add_argument("dest", metavar="DEST", help="folder that it was copied into")
+    option(unstage, "source", "PACK", "folder that was staged; only its name matters")
+    option(unstage, "dest", "DEST", "folder that it was copied into")
     _add_user(unstage, "who does not need it any more; others may; without, it is removed all the same")
     unstage.set_defaults(run=run_unstage)
     check = actions.add_parser(
@@ -202,14 +180,14 @@ def _add_stage(actions: Any) -> None:
         description=_CHECK_DESCRIPTION,
         epilog=_CHECK_EPILOG,
     )
-    check.add_argument("target", metavar="PACK", help="folder that `data pack` wrote, or a pattern of files")
-    check.add_argument("--workers", type=positive, metavar="N", help="are there chunks enough for N workers?")
+    option(check, "target", "PACK", "folder that `data pack` wrote, or a pattern of files")
+    option(check, "--workers", "N", "are there chunks enough for N workers?", positive)
     _add_trust(check)
     check.set_defaults(run=run_check)
 
 
 def _add_user(parser: Any, text: str) -> None:
-    parser.add_argument("--user", default="", metavar="NAME", help=text)
+    option(parser, "--user", "NAME", text, default="")
 
 
 def _gib(text: str) -> float:
@@ -244,24 +222,9 @@ def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
     console = Console(sys.stderr, quiet=ranks.rank != 0)
     try:
         directory = at_home(arguments.dest)
-        options = PackOptions(
-            arguments.validate,
-            arguments.shard_samples,
-            arguments.chunk_samples,
-            arguments.seed,
-            arguments.compression,
-        )
+        options = asked(PackOptions, arguments)
         source = open_source(
-            arguments.source,
-            SourceOptions(
-                arguments.arrays,
-                tuple(arguments.variable),
-                arguments.image_size,
-                arguments.encoded,
-                arguments.accept_loss,
-                arguments.allow_external,
-                arguments.max_gib,
-            ),
+            arguments.source, asked(SourceOptions, arguments, variable=tuple(arguments.variable))
         )
     except Exception as error:
         ranks.agree(error)

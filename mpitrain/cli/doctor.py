@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.cli.common.options import asked, option, switch
 from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED, UsageError
 from mpitrain.system.number_texts import above_zero, fraction, natural, rate
 from mpitrain.system.saying import flush, say
@@ -44,84 +45,43 @@ def add_parser(commands: Any) -> None:
         usage="mpitrain doctor (--node|--collect DIR|--site FILE|--comm|--gpu-mpi) ...",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--node",
-        action="store_true",
-        help="this node by itself: memory, limits, disk, quota, locks, clock, HDF5, devices, speed",
+    switch(
+        what, "--node", "this node by itself: memory, limits, disk, quota, locks, clock, HDF5, devices, speed"
     )
-    what.add_argument("--collect", metavar="DIR", help="judge the reports of --node --report DIR")
-    what.add_argument(
-        "--site", metavar="FILE", help="whether a site file can be sourced, and its LAUNCH line works here"
-    )
-    what.add_argument(
-        "--comm", action="store_true", help="latency and rate of all pairs; ranks that share a GPU"
-    )
-    what.add_argument(
-        "--gpu-mpi", action="store_true", help="whether this MPI carries device memory, to the bit"
-    )
+    option(what, "--collect", "DIR", "judge the reports of --node --report DIR")
+    option(what, "--site", "FILE", "whether a site file can be sourced, and its LAUNCH line works here")
+    switch(what, "--comm", "latency and rate of all pairs; ranks that share a GPU")
+    switch(what, "--gpu-mpi", "whether this MPI carries device memory, to the bit")
     _add_wanted(parser.add_argument_group("what a fit node has (--node)"))
     out = parser.add_argument_group("what comes out")
-    out.add_argument(
-        "--report", metavar="DIR", help="write NODE.json there, on the shared file system (--node)"
-    )
-    out.add_argument("--hosts", metavar="NAMES", help="nodes that should have reported (--collect)")
-    out.add_argument("--failing", metavar="FILE", help="write the unfit nodes' names there, a line each")
-    out.add_argument(
-        "--slow",
-        type=fraction,
-        metavar="X",
-        help="below this fraction of the others' speed is slow (--collect, --comm; default: 0.5)",
-    )
-    out.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write the pairs' figures there, for simulate --network measured (--comm)",
-    )
+    option(out, "--report", "DIR", "write NODE.json there, on the shared file system (--node)")
+    option(out, "--hosts", "NAMES", "nodes that should have reported (--collect)")
+    option(out, "--failing", "FILE", "write the unfit nodes' names there, a line each")
+    option(
+        out, "--slow", "X",
+        "below this fraction of the others' speed is slow (--collect, --comm; default: 0.5)",
+        fraction,
+    )  # fmt: skip
+    option(out, "--json", "FILE", "write the pairs' figures there, for simulate --network measured (--comm)")
     parser.set_defaults(run=run_doctor)
 
 
 def _add_wanted(node: Any) -> None:
-    node.add_argument(
-        "--gpus", type=natural, metavar="N", help="devices (default: as many as Slurm gave the node)"
-    )
-    node.add_argument(
-        "--devices", default="", metavar="PATTERN", help="count these files instead of asking CUDA"
-    )
-    node.add_argument(
-        "--disk", default="$TMPDIR", metavar="DIR", help="for large files (default: $TMPDIR of the node)"
-    )
-    node.add_argument("--data", default="", metavar="FILE", help="an HDF5 file to read from")
-    node.add_argument("--min-memory-gib", type=rate, default=1.0, metavar="X", help="available (default: 1)")
-    node.add_argument(
-        "--min-free-gib", type=rate, default=1.0, metavar="X", help="free on --disk (default: 1)"
-    )
-    node.add_argument(
-        "--min-shm-gib", type=rate, default=0.05, metavar="X", help="free in /dev/shm (default: 0.05)"
-    )
-    node.add_argument(
-        "--min-open-files", type=natural, default=1024, metavar="N", help="ulimit -n (default: 1024)"
-    )
-    node.add_argument(
-        "--min-free-inodes",
-        type=natural,
-        default=1000,
-        metavar="N",
-        help="files that can be made on --disk and in --report (default: 1000)",
-    )
-    node.add_argument(
-        "--speed-s",
-        type=rate,
-        default=1.0,
-        metavar="S",
-        help="measure each speed for so long; 0: none (default: 1)",
-    )
-    node.add_argument(
-        "--deadline-s",
-        type=above_zero,
-        default=30.0,
-        metavar="S",
-        help="for each check, imports apart (default: 30)",
-    )
+    option(node, "--gpus", "N", "devices (default: as many as Slurm gave the node)", natural)
+    option(node, "--devices", "PATTERN", "count these files instead of asking CUDA", default="")
+    option(node, "--disk", "DIR", "for large files (default: $TMPDIR of the node)", default="$TMPDIR")
+    option(node, "--data", "FILE", "an HDF5 file to read from", default="")
+    option(node, "--min-memory-gib", "X", "available (default: 1)", rate, 1.0)
+    option(node, "--min-free-gib", "X", "free on --disk (default: 1)", rate, 1.0)
+    option(node, "--min-shm-gib", "X", "free in /dev/shm (default: 0.05)", rate, 0.05)
+    option(node, "--min-open-files", "N", "ulimit -n (default: 1024)", natural, 1024)
+    option(
+        node, "--min-free-inodes", "N",
+        "files that can be made on --disk and in --report (default: 1000)",
+        natural, 1000,
+    )  # fmt: skip
+    option(node, "--speed-s", "S", "measure each speed for so long; 0: none (default: 1)", rate, 1.0)
+    option(node, "--deadline-s", "S", "for each check, imports apart (default: 30)", above_zero, 30.0)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -198,19 +158,7 @@ def _run_node(arguments: argparse.Namespace) -> int:
 
     if arguments.report:
         _make_folder(Path(arguments.report))
-    wanted = Wanted(
-        gpus=arguments.gpus,
-        devices=arguments.devices,
-        disk=arguments.disk,
-        shared=arguments.report or ".",
-        data=arguments.data,
-        min_memory_gib=arguments.min_memory_gib,
-        min_free_gib=arguments.min_free_gib,
-        min_shm_gib=arguments.min_shm_gib,
-        min_open_files=arguments.min_open_files,
-        min_free_inodes=arguments.min_free_inodes,
-        speed_s=arguments.speed_s,
-    )
+    wanted = asked(Wanted, arguments, shared=arguments.report or ".")
     checks = examine(wanted, arguments.deadline_s)
     name = node_name()
     code = _print_checks(name, checks)

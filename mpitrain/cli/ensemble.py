@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.cli.common.options import asked, option, switch
 from mpitrain.cli.common.ranks import with_ranks
 from mpitrain.errors import EXIT_OK
 from mpitrain.system.number_texts import natural, positive
@@ -42,67 +42,53 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "ensemble", help="make one model of several runs", description=_DESCRIPTION, epilog=_EPILOG
     )
-    parser.add_argument(
-        "run_dirs", metavar="RUN_DIR", nargs="+", help="of a finished run, or a directory that holds runs"
-    )
-    parser.add_argument("-o", "--out", required=True, metavar="DIR", help="the directory to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace DIR if it holds an ensemble")
-    parser.add_argument(
-        "--top",
-        type=positive,
-        metavar="K",
-        help="take the best K settings by validation metric, each with all of its seeds and folds (default: all runs "
+    option(parser, "run_dirs", "RUN_DIR", "of a finished run, or a directory that holds runs", nargs="+")
+    option(parser, "-o --out", "DIR", "the directory to write", required=True)
+    switch(parser, "--overwrite", "replace DIR if it holds an ensemble")
+    option(
+        parser, "--top", "K",
+        "take the best K settings by validation metric, each with all of its seeds and folds (default: all runs "
         "that are named, 3 settings of a directory of runs)",
-    )
-    parser.add_argument(
-        "--by",
-        metavar="METRIC",
-        help='the metric, such as accuracy, "<loss" (less is better) or ">score" (default: the job\'s keep_best, or '
+        positive,
+    )  # fmt: skip
+    option(
+        parser, "--by", "METRIC",
+        'the metric, such as accuracy, "<loss" (less is better) or ">score" (default: the job\'s keep_best, or '
         "its first target)",
-    )
-    parser.add_argument(
-        "--which", default="last", metavar="NAME", help="which of a run's models: last (default), best or ema"
-    )
-    parser.add_argument(
-        "--combine",
-        metavar="HOW",
-        help="probabilities (their mean; default where the loss takes logits), outputs (the mean of what models "
+    )  # fmt: skip
+    option(parser, "--which", "NAME", "which of a run's models: last (default), best or ema", default="last")
+    option(
+        parser, "--combine", "HOW",
+        "probabilities (their mean; default where the loss takes logits), outputs (the mean of what models "
         "return) or votes",
-    )
-    parser.add_argument(
-        "--class-dim",
-        type=natural,
-        metavar="N",
-        help="dimension of the models' answer that holds classes (default: found by the loss)",
-    )
-    parser.add_argument(
-        "--weights",
-        type=_weights,
-        default="equal",
-        metavar="HOW",
-        help="equal (default), metric (by each member's), or numbers such as 0.5,0.3,0.2",
-    )
-    parser.add_argument(
-        "--soup",
-        metavar="KIND",
-        help="average the models' weights instead: uniform, or greedy (a model joins if the metric gets no worse)",
-    )
+    )  # fmt: skip
+    option(
+        parser, "--class-dim", "N",
+        "dimension of the models' answer that holds classes (default: found by the loss)",
+        natural,
+    )  # fmt: skip
+    option(
+        parser, "--weights", "HOW",
+        "equal (default), metric (by each member's), or numbers such as 0.5,0.3,0.2",
+        _weights, "equal",
+    )  # fmt: skip
+    option(
+        parser, "--soup", "KIND",
+        "average the models' weights instead: uniform, or greedy (a model joins if the metric gets no worse)",
+    )  # fmt: skip
     _add_sources(parser)
-    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    option(parser, "--json", "FILE", "write all figures")
     parser.set_defaults(run=run_ensemble)
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--data", metavar="DATA", help="shards to measure on (default: the job's validation data)"
-    )
-    parser.add_argument(
-        "--test",
-        metavar="PATTERN",
-        help="shards that nothing is chosen by, to measure the result and its best member on (default: --test of the "
+    option(parser, "--data", "DATA", "shards to measure on (default: the job's validation data)")
+    option(
+        parser, "--test", "PATTERN",
+        "shards that nothing is chosen by, to measure the result and its best member on (default: --test of the "
         "first run, or test= of its job)",
-    )
-    parser.add_argument("--job", metavar="JOB", help="job file, where the runs' own has moved")
+    )  # fmt: skip
+    option(parser, "--job", "JOB", "job file, where the runs' own has moved")
 
 
 def _weights(text: str) -> str | list[float]:
@@ -132,10 +118,10 @@ def _ensemble(arguments: argparse.Namespace, ranks: Any) -> int:
 
     console = Console(sys.stderr, quiet=ranks.rank != 0)
     attempt(ranks, lambda: check_output(arguments.json, "--json") if ranks.rank == 0 else None)
-    asked = EnsembleOptions(**{one.name: getattr(arguments, one.name) for one in fields(EnsembleOptions)})
+    options = asked(EnsembleOptions, arguments)
     try:
         done = ensemble(
-            arguments.run_dirs, arguments.out, asked, ranks=ranks,
+            arguments.run_dirs, arguments.out, options, ranks=ranks,
             note=lambda text: console.progress(text, None, None),
         )  # fmt: skip
     finally:

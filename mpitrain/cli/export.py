@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from mpitrain.cli.common.options import option, switch
 from mpitrain.errors import EXIT_OK
 from mpitrain.system.saying import say
 
@@ -29,7 +30,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "export", help="write a trained model as one file", description=_DESCRIPTION, epilog=_EPILOG
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="of the finished run")
+    option(parser, "run_dir", "RUN_DIR", "of the finished run")
     form = parser.add_mutually_exclusive_group(required=True)
     form.add_argument(
         "--int8", dest="form", action="store_const", const="int8", help="weights of linear layers in 8 bits"
@@ -55,21 +56,17 @@ def add_parser(commands: Any) -> None:
         const="onnx",
         help="ONNX, for runtimes of other makers (pip install mpitrain[onnx])",
     )
-    parser.add_argument(
-        "--activations",
-        default="full",
-        metavar="HOW",
-        help="what an int8 layer takes in: full (default), dynamic (8 bits, each row scaled as it comes) or calibrated "
+    option(
+        parser, "--activations", "HOW",
+        "what an int8 layer takes in: full (default), dynamic (8 bits, each row scaled as it comes) or calibrated "
         "(8 bits, scaled by the validation set)",
-    )
-    parser.add_argument("-o", "--out", required=True, metavar="FILE", help="the file to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
-    parser.add_argument("--job", metavar="JOB", help="job file, where the run's own has moved")
-    parser.add_argument(
-        "--which",
-        default="last",
-        metavar="NAME",
-        help="which of the run's models: last (default), best or ema",
+        default="full",
+    )  # fmt: skip
+    option(parser, "-o --out", "FILE", "the file to write", required=True)
+    switch(parser, "--overwrite", "replace FILE if it exists")
+    option(parser, "--job", "JOB", "job file, where the run's own has moved")
+    option(
+        parser, "--which", "NAME", "which of the run's models: last (default), best or ema", default="last"
     )
     parser.set_defaults(run=run_export)
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.cli.common.options import option, switch
 from mpitrain.cli.common.parser import did_you_mean
 from mpitrain.errors import EXIT_OK, UsageError
 from mpitrain.system.files.run_directory import is_same_start, new_attempt_id
@@ -62,67 +63,55 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
         usage="mpitrain launch -n N [options] COMMAND ...",
     )
-    parser.add_argument("-n", type=positive, metavar="N", dest="num_ranks", help="number of ranks")
-    parser.add_argument(
-        "--mpi",
-        choices=("auto", "openmpi", "mpich", "srun", "flux", "pals"),
-        default="auto",
-        help="which launcher: auto (default), openmpi, mpich, srun, flux, or pals (HPE Cray's mpiexec)",
-        metavar="KIND",
-    )
-    parser.add_argument(
-        "--ft",
-        choices=("none", "ulfm", "heartbeat"),
-        default="none",
-        help="survive the death of a worker. ulfm: Open MPI 5's mpirun; heartbeat: MPICH under srun, where a worker "
+    option(parser, "-n", "N", "number of ranks", positive, dest="num_ranks")
+    option(
+        parser, "--mpi", "KIND",
+        "which launcher: auto (default), openmpi, mpich, srun, flux, or pals (HPE Cray's mpiexec)",
+        default="auto", choices=("auto", "openmpi", "mpich", "srun", "flux", "pals"),
+    )  # fmt: skip
+    option(
+        parser, "--ft", "LEVEL",
+        "survive the death of a worker. ulfm: Open MPI 5's mpirun; heartbeat: MPICH under srun, where a worker "
         "that has been silent for --heartbeat-s (an option of train) is evicted",
-        metavar="LEVEL",
-    )
-    parser.add_argument(
-        "--host-args",
+        default="none", choices=("none", "ulfm", "heartbeat"),
+    )  # fmt: skip
+    option(
+        parser, "--host-args", "TEXT",
+        'further arguments for the launcher itself, such as "--hostfile FILE"',
         default="",
-        metavar="TEXT",
-        help='further arguments for the launcher itself, such as "--hostfile FILE"',
-    )
-    parser.add_argument(
-        "--interface",
-        default="",
-        metavar="NAME",
-        help="network interface that ranks listen and talk on, such as ib0 (default: shared memory alone on one node, "
+    )  # fmt: skip
+    option(
+        parser, "--interface", "NAME",
+        "network interface that ranks listen and talk on, such as ib0 (default: shared memory alone on one node, "
         "MPI's choice over several)",
-    )
+        default="",
+    )  # fmt: skip
     _add_patience(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the command line instead of running it")
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="what every rank runs")
+    switch(parser, "--dry-run", "print the command line instead of running it")
+    option(parser, "program", "COMMAND", "what every rank runs", nargs=argparse.REMAINDER)
     parser.set_defaults(run=run_launch)
 
 
 def _add_patience(parser: argparse.ArgumentParser) -> None:
     """How often, and after how long, a launch is given up."""
-    parser.add_argument(
-        "--max-restarts",
-        type=natural,
-        default=3,
-        metavar="N",
-        help="start a failed `train` again from its newest checkpoint, at most N times and only while there is "
+    option(
+        parser, "--max-restarts", "N",
+        "start a failed `train` again from its newest checkpoint, at most N times and only while there is "
         "progress (default 3)",
-    )
-    parser.add_argument(
-        "--start-timeout-s",
-        type=rate,
-        default=600.0,
-        metavar="S",
-        help="end the launch with exit code 1 when a rank has not begun to train after so long: imports, MPI's start "
+        natural, 3,
+    )  # fmt: skip
+    option(
+        parser, "--start-timeout-s", "S",
+        "end the launch with exit code 1 when a rank has not begun to train after so long: imports, MPI's start "
         "and a first look at the data; in a script, not come as far as MPI's start; 0 is never (default 600)",
-    )
-    parser.add_argument(
-        "--host-timeout-s",
-        type=rate,
-        default=120.0,
-        metavar="S",
-        help="end the MPI launcher when nothing was heard of a host for so long, and no other rank gets on; 0 is "
+        rate, 600.0,
+    )  # fmt: skip
+    option(
+        parser, "--host-timeout-s", "S",
+        "end the MPI launcher when nothing was heard of a host for so long, and no other rank gets on; 0 is "
         "never (default 120)",
-    )
+        rate, 120.0,
+    )  # fmt: skip
 
 
 def run_launch(arguments: argparse.Namespace) -> int:

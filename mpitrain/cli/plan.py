@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from mpitrain.cli.common.options import asked, option, switch
 from mpitrain.cli.train import add_options
 from mpitrain.system.number_texts import above_zero, fraction, positive, positives, rate
 
@@ -38,74 +39,52 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan", help="predict a job's speed-up, and advise", description=_DESCRIPTION, epilog=_EPILOG
     )
-    parser.add_argument("job", metavar="JOB", help="job file: Python that ends in `job = mpitrain.Job(...)`")
-    parser.add_argument("--batch-size", type=positive, metavar="N", help="samples per worker and step")
-    parser.add_argument("--epochs", type=positive, metavar="N", help="passes over the data")
+    option(parser, "job", "JOB", "job file: Python that ends in `job = mpitrain.Job(...)`")
+    option(parser, "--batch-size", "N", "samples per worker and step", positive)
+    option(parser, "--epochs", "N", "passes over the data", positive)
     add_options(parser, "synthetic")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        dest="options",
-        help="a parameter of the job file",
-    )
-    parser.add_argument(
-        "--strategy",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="to predict, as often as you like (default: five usual ones)",
-    )
-    parser.add_argument("--workers", type=positives, default=(), metavar="N,N,...", help="numbers of workers")
-    parser.add_argument(
-        "--best",
-        metavar="BY",
-        help="rank settings by speed, accuracy, accuracy-in=TIME (such as 2h), accuracy-per-epoch or cost",
-    )
-    parser.add_argument(
-        "--train",
-        type=positive,
-        metavar="N",
-        default=0,
-        help="train the N best of --best in virtual time, with real gradients, and rank those by what came of it",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    option(
+        parser, "--set", "NAME=VALUE",
+        "a parameter of the job file",
+        default=[], action="append", dest="options",
+    )  # fmt: skip
+    option(
+        parser, "--strategy", "TEXT",
+        "to predict, as often as you like (default: five usual ones)",
+        default=[], action="append",
+    )  # fmt: skip
+    option(parser, "--workers", "N,N,...", "numbers of workers", positives, ())
+    option(
+        parser, "--best", "BY",
+        "rank settings by speed, accuracy, accuracy-in=TIME (such as 2h), accuracy-per-epoch or cost",
+    )  # fmt: skip
+    option(
+        parser, "--train", "N",
+        "train the N best of --best in virtual time, with real gradients, and rank those by what came of it",
+        positive, 0,
+    )  # fmt: skip
+    option(parser, "--json", "FILE", "write all figures")
     machine = parser.add_argument_group("the machine")
-    machine.add_argument("--machine", metavar="FILE", help="its description, in TOML")
-    machine.add_argument("--nodes", type=positive, metavar="N", help="for workers")
-    machine.add_argument(
-        "--ranks-per-node", type=positive, metavar="N", help="workers that share a node's link"
-    )
-    machine.add_argument("--memory", type=above_zero, metavar="GIB", help="of a device")
-    machine.add_argument("--network", metavar="LAW", help='such as "gbe10()" or "measured(\'comm.json\')"')
+    option(machine, "--machine", "FILE", "its description, in TOML")
+    option(machine, "--nodes", "N", "for workers", positive)
+    option(machine, "--ranks-per-node", "N", "workers that share a node's link", positive)
+    option(machine, "--memory", "GIB", "of a device", above_zero)
+    option(machine, "--network", "LAW", 'such as "gbe10()" or "measured(\'comm.json\')"')
     _add_times(parser.add_argument_group("times"))
     parser.set_defaults(run=run_plan)
 
 
 def _add_times(times: Any) -> None:
-    times.add_argument(
-        "--probe",
-        action="store_true",
-        help="measure the job's steps on this host, and, as a launch on several nodes without --network, their links",
-    )
-    times.add_argument(
-        "--probe-s", type=above_zero, default=30.0, metavar="S", help="how long, in seconds (default: 30)"
-    )
-    times.add_argument("--compute", metavar="LAW", help='how long a batch takes, such as "constant(0.1)"')
-    times.add_argument("--apply-s", type=rate, metavar="S", help="a server's update with a whole gradient")
-    times.add_argument(
-        "--read-s", type=rate, metavar="S", help="reading a batch, where computing waits for it"
-    )
-    times.add_argument(
-        "--fixed",
-        type=fraction,
-        metavar="X",
-        help="share of a batch's time that does not depend on its samples",
-    )
-    times.add_argument(
-        "--backward", type=fraction, metavar="X", help="share of a batch's time in which gradients can travel"
-    )
+    switch(
+        times, "--probe",
+        "measure the job's steps on this host, and, as a launch on several nodes without --network, their links",
+    )  # fmt: skip
+    option(times, "--probe-s", "S", "how long, in seconds (default: 30)", above_zero, 30.0)
+    option(times, "--compute", "LAW", 'how long a batch takes, such as "constant(0.1)"')
+    option(times, "--apply-s", "S", "a server's update with a whole gradient", rate)
+    option(times, "--read-s", "S", "reading a batch, where computing waits for it", rate)
+    option(times, "--fixed", "X", "share of a batch's time that does not depend on its samples", fraction)
+    option(times, "--backward", "X", "share of a batch's time in which gradients can travel", fraction)
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -113,28 +92,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
     from mpitrain.job import Overrides
     from mpitrain.planning.plan import Request, plan_command
 
+    job = Overrides(batch_size=arguments.batch_size, epochs=arguments.epochs, synthetic=arguments.synthetic)
     return plan_command(
-        Request(
-            arguments.job,
-            Overrides(
-                batch_size=arguments.batch_size, epochs=arguments.epochs, synthetic=arguments.synthetic
-            ),
-            settings=arguments.options,
-            workers=arguments.workers,
-            strategies=arguments.strategy,
-            budget_s=arguments.probe_s if arguments.probe else None,
-            compute=arguments.compute,
-            network=arguments.network,
-            machine=arguments.machine,
-            nodes=arguments.nodes,
-            ranks_per_node=arguments.ranks_per_node,
+        asked(
+            Request, arguments, path=arguments.job, overrides=job, settings=arguments.options,
+            strategies=arguments.strategy, budget_s=arguments.probe_s if arguments.probe else None,
             memory_gib=arguments.memory,
-            apply_s=arguments.apply_s,
-            read_s=arguments.read_s,
-            fixed=arguments.fixed,
-            backward=arguments.backward,
-            best=arguments.best,
-            train=arguments.train,
-            json=arguments.json,
         )
-    )
+    )  # fmt: skip

@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from mpitrain.cli.common.options import option, switch
 from mpitrain.cli.common.ranks import with_ranks
 from mpitrain.errors import EXIT_OK
 from mpitrain.system.number_texts import positive
@@ -28,25 +29,21 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "predict", help="apply a trained model", description=_DESCRIPTION, epilog=_EPILOG
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="of the finished run")
-    parser.add_argument("data", metavar="DATA", help="shards: a file, a folder, or a pattern in quotes")
-    parser.add_argument("-o", "--out", required=True, metavar="FILE", help="the HDF5 file to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
-    parser.add_argument(
-        "--job", metavar="JOB", help="job file, where the run's own has moved or does not say what to predict"
-    )
-    parser.add_argument(
-        "--which",
+    option(parser, "run_dir", "RUN_DIR", "of the finished run")
+    option(parser, "data", "DATA", "shards: a file, a folder, or a pattern in quotes")
+    option(parser, "-o --out", "FILE", "the HDF5 file to write", required=True)
+    switch(parser, "--overwrite", "replace FILE if it exists")
+    option(parser, "--job", "JOB", "job file, where the run's own has moved or does not say what to predict")
+    option(
+        parser, "--which", "NAME",
+        "which of the run's models: last (the default), best or ema",
         default="last",
-        metavar="NAME",
-        help="which of the run's models: last (the default), best or ema",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=positive,
-        metavar="N",
-        help="samples that are computed at once (default: the job's, and at least 256)",
-    )
+    )  # fmt: skip
+    option(
+        parser, "--batch-size", "N",
+        "samples that are computed at once (default: the job's, and at least 256)",
+        positive,
+    )  # fmt: skip
     parser.set_defaults(run=run_predict)
 
 

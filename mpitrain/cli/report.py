@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from mpitrain.cli.common.options import option
 from mpitrain.errors import EXIT_OK
 from mpitrain.system.saying import say
 
@@ -25,15 +26,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "report", help="make a page of one or more runs", description=_DESCRIPTION, epilog=_EPILOG
     )
-    parser.add_argument(
-        "run_dirs",
-        metavar="RUN_DIR",
-        nargs="+",
-        help="of a run, finished or not, or of several runs",
-    )
-    parser.add_argument(
-        "-o", "--out", default="report.html", metavar="FILE", help="the page (default: report.html)"
-    )
+    option(parser, "run_dirs", "RUN_DIR", "of a run, finished or not, or of several runs", nargs="+")
+    option(parser, "-o --out", "FILE", "the page (default: report.html)", default="report.html")
     parser.set_defaults(run=run_report)
 
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from mpitrain.cli.common.options import option, switch
 from mpitrain.errors import EXIT_OK, UsageError, printable
 from mpitrain.system.saying import hand_out, say, tell
 
@@ -38,10 +39,8 @@ def add_parser(commands: Any) -> None:
     shown = actions.add_parser(
         "table", help="a table of runs", description=_TABLE_DESCRIPTION, epilog=_EPILOG
     )
-    shown.add_argument(
-        "--csv", metavar="FILE", help="write a line for each run, all digits; - is the standard output"
-    )
-    shown.add_argument("--html", metavar="FILE", help="write a page that needs no network")
+    option(shown, "--csv", "FILE", "write a line for each run, all digits; - is the standard output")
+    option(shown, "--html", "FILE", "write a page that needs no network")
     shown.set_defaults(run=run_table)
     best = actions.add_parser(
         "best",
@@ -49,26 +48,23 @@ def add_parser(commands: Any) -> None:
         description=_BEST_DESCRIPTION,
         epilog=_EPILOG,
     )
-    best.add_argument(
-        "--over-seeds",
-        action="store_true",
-        help="the directories of all runs of that setting, one a line (default: of its first seed and fold)",
-    )
-    best.add_argument(
-        "--test",
-        metavar="PATTERN",
-        help="shards that nothing was chosen by, to measure the best setting on (default: --test of the runs, or test= "
+    switch(
+        best, "--over-seeds",
+        "the directories of all runs of that setting, one a line (default: of its first seed and fold)",
+    )  # fmt: skip
+    option(
+        best, "--test", "PATTERN",
+        "shards that nothing was chosen by, to measure the best setting on (default: --test of the runs, or test= "
         "of their job)",
-    )
+    )  # fmt: skip
     best.set_defaults(run=run_best)
     for one in (shown, best):
-        one.add_argument("folders", nargs="+", metavar="DIR", help="runs, sweeps, or directories of runs")
-        one.add_argument(
-            "--metric",
-            metavar="NAME",
-            help="what runs are compared by, as in train --keep-best (default: the sweep's, the runs' first target, or "
+        option(one, "folders", "DIR", "runs, sweeps, or directories of runs", nargs="+")
+        option(
+            one, "--metric", "NAME",
+            "what runs are compared by, as in train --keep-best (default: the sweep's, the runs' first target, or "
             "the validation loss)",
-        )
+        )  # fmt: skip
 
 
 def run_table(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from mpitrain.cli.common.options import asked, option, switch
 from mpitrain.cli.train import add_job_options, overrides
 from mpitrain.errors import EXIT_ERROR, MpitrainError
 from mpitrain.job.overrides import CHECKPOINT_TIMES
@@ -65,48 +66,34 @@ def add_parser(commands: Any) -> None:
     )
     add_job_options(parser, job_is_optional=True, several_strategies=True)
     world = parser.add_argument_group("the virtual world")
-    world.add_argument(
-        "--workers",
-        type=positives,
-        default=(8,),
-        metavar="N,N,...",
-        help="virtual workers; of several numbers, and of several --strategy, every pair is a run (default: 8)",
-    )
-    world.add_argument(
-        "--compute",
+    option(
+        world, "--workers", "N,N,...",
+        "virtual workers; of several numbers, and of several --strategy, every pair is a run (default: 8)",
+        positives, (8,),
+    )  # fmt: skip
+    option(
+        world, "--compute", "LAW",
+        'how long a batch takes (default: "constant(1, jitter=0.1)")',
         default="constant(1, jitter=0.1)",
-        metavar="LAW",
-        help='how long a batch takes (default: "constant(1, jitter=0.1)")',
-    )
-    world.add_argument(
-        "--network", default="ideal()", metavar="LAW", help='how long messages take (default: "ideal()")'
-    )
-    world.add_argument(
-        "--costs",
+    )  # fmt: skip
+    option(world, "--network", "LAW", 'how long messages take (default: "ideal()")', default="ideal()")
+    option(
+        world, "--costs", "COSTS",
+        "what else takes time, such as costs(memory_gb_per_s=20) (default: nothing)",
         default="costs()",
-        metavar="COSTS",
-        help="what else takes time, such as costs(memory_gb_per_s=20) (default: nothing)",
-    )
-    world.add_argument(
-        "--checkpoint-every",
-        metavar="WHEN",
-        help=f"{CHECKPOINT_TIMES}; some are written where this is given, where --costs says what one or a restart "
+    )  # fmt: skip
+    option(
+        world, "--checkpoint-every", "WHEN",
+        f"{CHECKPOINT_TIMES}; some are written where this is given, where --costs says what one or a restart "
         "takes, or where --inject orders a crash",
-    )
-    world.add_argument(
-        "--replay", metavar="RUN_DIR", help="repeat a real run's updates in their recorded order, to the bit"
-    )
-    world.add_argument(
-        "--timing-only",
-        action="store_true",
-        help="no gradients, and so no loss: thousands of workers in seconds",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the figures of all runs")
-    parser.add_argument(
-        "--html",
-        metavar="FILE",
-        help="write a page of them: loss against virtual time, speed-up, and with --trace what each rank did",
-    )
+    )  # fmt: skip
+    option(world, "--replay", "RUN_DIR", "repeat a real run's updates in their recorded order, to the bit")
+    switch(world, "--timing-only", "no gradients, and so no loss: thousands of workers in seconds")
+    option(parser, "--json", "FILE", "write the figures of all runs")
+    option(
+        parser, "--html", "FILE",
+        "write a page of them: loss against virtual time, speed-up, and with --trace what each rank did",
+    )  # fmt: skip
     parser.set_defaults(run=run_simulate)
 
 
@@ -116,21 +103,9 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     from mpitrain.system.tracebacks import own_part
 
     try:
+        overridden = overrides(arguments)
         return simulate_command(
-            Request(
-                arguments.job,
-                overrides(arguments),
-                workers=arguments.workers,
-                strategies=arguments.strategies,
-                compute=arguments.compute,
-                network=arguments.network,
-                costs=arguments.costs,
-                timing_only=arguments.timing_only,
-                json=arguments.json,
-                html=arguments.html,
-                replay=arguments.replay,
-                settings=arguments.options,
-            )
+            asked(Request, arguments, path=arguments.job, overrides=overridden, settings=arguments.options)
         )
     except MpitrainError:
         raise

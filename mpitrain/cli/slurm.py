@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from mpitrain.cli.common.options import option, switch
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, UsageError
 from mpitrain.system.number_texts import natural
 from mpitrain.system.saying import hand_out, say, tell
@@ -65,35 +66,26 @@ def add_parser(commands: Any) -> None:
             name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_RENDER_EPILOG
         )
         action.dashed = ("--sbatch",)
-        action.add_argument("kind", metavar="KIND", help="see below")
-        action.add_argument(
-            "program",
-            nargs=argparse.REMAINDER,
-            metavar="JOB ...",
-            help="job file and options of mpitrain train",
+        option(action, "kind", "KIND", "see below")
+        option(
+            action, "program", "JOB ...", "job file and options of mpitrain train", nargs=argparse.REMAINDER
         )
-        action.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="NAME=VALUE",
-            dest="settings",
-            help="nodes, gpus_per_node, time, partition, account, ...; as often as you like; a name with a dot is a "
+        option(
+            action, "--set", "NAME=VALUE",
+            "nodes, gpus_per_node, time, partition, account, ...; as often as you like; a name with a dot is a "
             "parameter that the job file declares, and passed on to train",
-        )
-        action.add_argument(
-            "--sbatch",
-            action="append",
-            default=[],
-            metavar="OPTIONS",
-            help='further options of sbatch, such as "--exclude=n3 --dependency=afterok:12"; as often as you like',
-        )
-        action.add_argument("--dry-run", action="store_true", help="print the script and stop")
-        action.add_argument(
-            "--no-check",
-            action="store_true",
-            help="do not run the job file here to see whether it can start (a login node without torch)",
-        )
+            default=[], action="append", dest="settings",
+        )  # fmt: skip
+        option(
+            action, "--sbatch", "OPTIONS",
+            'further options of sbatch, such as "--exclude=n3 --dependency=afterok:12"; as often as you like',
+            default=[], action="append",
+        )  # fmt: skip
+        switch(action, "--dry-run", "print the script and stop")
+        switch(
+            action, "--no-check",
+            "do not run the job file here to see whether it can start (a login node without torch)",
+        )  # fmt: skip
         action.set_defaults(run=run)
     _add_site(actions)
     status = actions.add_parser(
@@ -102,7 +94,7 @@ def add_parser(commands: Any) -> None:
         description="Say what became of a run, or of each run of a sweep.",
         epilog="examples:\n  mpitrain slurm status runs/mpitrain-1",
     )
-    status.add_argument("run_dir", metavar="RUN_DIR", help="the run's directory, or a sweep's")
+    option(status, "run_dir", "RUN_DIR", "the run's directory, or a sweep's")
     status.set_defaults(run=run_status)
     _add_may_requeue(actions)
 
@@ -114,8 +106,8 @@ def _add_site(actions: Any) -> None:
         description="Print slurm/site.sh for a way to start ranks.",
         epilog=_SITE_EPILOG,
     )
-    site.add_argument("--launcher", default="openmpi", metavar="NAME", help="see below (default: openmpi)")
-    site.add_argument("--image", default="", metavar="FILE", help="an apptainer image to run mpitrain in")
+    option(site, "--launcher", "NAME", "see below (default: openmpi)", default="openmpi")
+    option(site, "--image", "FILE", "an apptainer image to run mpitrain in", default="")
     site.set_defaults(run=run_site)
 
 
@@ -126,10 +118,8 @@ def _add_may_requeue(actions: Any) -> None:
         description="Exit code 0 if a run that was asked to stop may be started again, else 1,\nwith the reason.",
         epilog="examples:\n  mpitrain slurm may-requeue runs/mpitrain-1 --max-restarts 20",
     )
-    again.add_argument("run_dir", metavar="RUN_DIR", help="the run's directory")
-    again.add_argument(
-        "--max-restarts", type=natural, default=20, metavar="N", help="how often at most (default: 20)"
-    )
+    option(again, "run_dir", "RUN_DIR", "the run's directory")
+    option(again, "--max-restarts", "N", "how often at most (default: 20)", natural, 20)
     cause = again.add_mutually_exclusive_group()
     for name, text in (
         ("not started", "it was asked to stop before its ranks had begun"),

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.cli.common.options import asked, option, switch
 from mpitrain.cli.common.ranks import on_ranks
 from mpitrain.cli.slurm import script_setting
 from mpitrain.cli.train import add_job_options, add_options, overrides
@@ -75,91 +76,64 @@ def add_parser(commands: Any) -> None:
     )
     _add_search_options(parser.add_argument_group("the search"))
     ways = parser.add_argument_group("ways to run")
-    ways.add_argument(
-        "--ranks-per-run", type=positive, default=1, metavar="K", help="ranks of each run (default: 1)"
-    )
-    ways.add_argument(
-        "--parallel",
-        type=positive,
-        metavar="N",
-        help="runs at a time on this host (default: so many that every rank has a GPU, or a core without one); in a "
+    option(ways, "--ranks-per-run", "K", "ranks of each run (default: 1)", positive, 1)
+    option(
+        ways, "--parallel", "N",
+        "runs at a time on this host (default: so many that every rank has a GPU, or a core without one); in a "
         "launch of ranks it follows from these",
-    )
-    ways.add_argument(
-        "--slurm",
-        action="store_true",
-        help="submit an array of nodes that share the work, and print the job's id",
-    )
-    ways.add_argument(
-        "--runs-per-node",
-        type=positive,
-        metavar="R",
-        help="with --slurm: runs at a time on each node (default: 1)",
-    )
-    ways.add_argument(
-        "--slurm-set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="with --slurm: time, partition, gpus_per_node, array, ..., as of mpitrain slurm render --set, as often as "
+        positive,
+    )  # fmt: skip
+    switch(ways, "--slurm", "submit an array of nodes that share the work, and print the job's id")
+    option(ways, "--runs-per-node", "R", "with --slurm: runs at a time on each node (default: 1)", positive)
+    option(
+        ways, "--slurm-set", "NAME=VALUE",
+        "with --slurm: time, partition, gpus_per_node, array, ..., as of mpitrain slurm render --set, as often as "
         "you like",
-    )
-    ways.add_argument("--rerun", action="store_true", help="train those once more that have failed")
-    ways.add_argument("--dry-run", action="store_true", help="check and list the configurations, and stop")
+        default=[], action="append",
+    )  # fmt: skip
+    switch(ways, "--rerun", "train those once more that have failed")
+    switch(ways, "--dry-run", "check and list the configurations, and stop")
     add_options(ways, "synthetic")
-    ways.add_argument("--json", metavar="FILE", help="write the figures")
+    option(ways, "--json", "FILE", "write the figures")
     add_job_options(parser, job_is_optional=True)
     parser.set_defaults(run=run_sweep)
 
 
 def _add_search_options(search: Any) -> None:
     """Which configurations there are, and what they are compared by."""
-    search.add_argument(
-        "--vary",
-        action="append",
-        default=[],
-        metavar="NAME=VALUES",
-        help="an option of train, or a parameter of the job file (model.hidden), with its values: a list with commas, "
+    option(
+        search, "--vary", "NAME=VALUES",
+        "an option of train, or a parameter of the job file (model.hidden), with its values: a list with commas, "
         "a list in JSON, or a law to draw from; as often as you like",
-    )
-    search.add_argument(
-        "--sampler",
-        default="grid",
-        metavar="NAME",
-        help="grid: every combination (default); random: --num draws; optuna: --num proposals of its TPE sampler, "
+        default=[], action="append",
+    )  # fmt: skip
+    option(
+        search, "--sampler", "NAME",
+        "grid: every combination (default); random: --num draws; optuna: --num proposals of its TPE sampler, "
         "which learns from what has finished (needs mpitrain[optuna])",
-    )
-    search.add_argument("--num", type=positive, metavar="N", help="configurations that a sampler draws")
-    search.add_argument(
-        "--sampler-seed", type=natural, default=0, metavar="N", help="key of the draws (default: 0)"
-    )
-    search.add_argument(
-        "--seeds",
-        metavar="N",
-        help="train every configuration with seeds 0 to N-1, or with those listed: 3,7",
-    )
-    search.add_argument(
-        "--folds",
-        type=positive,
-        metavar="K",
-        default=0,
-        help="cross-validation: train every configuration once for each of K parts of the training set, without it, "
+        default="grid",
+    )  # fmt: skip
+    option(search, "--num", "N", "configurations that a sampler draws", positive)
+    option(search, "--sampler-seed", "N", "key of the draws (default: 0)", natural, 0)
+    option(search, "--seeds", "N", "train every configuration with seeds 0 to N-1, or with those listed: 3,7")
+    option(
+        search, "--folds", "K",
+        "cross-validation: train every configuration once for each of K parts of the training set, without it, "
         "and validate on it (--fold 1/K, 2/K, ... of train)",
-    )
-    search.add_argument(
-        "--metric",
-        metavar="NAME",
-        default="",
-        help="what configurations are compared by, as in --keep-best (default: the job's keep_best or target, or the "
+        positive, 0,
+    )  # fmt: skip
+    option(
+        search, "--metric", "NAME",
+        "what configurations are compared by, as in --keep-best (default: the job's keep_best or target, or the "
         "validation loss)",
-    )
-    search.add_argument(
-        "--asha",
-        metavar="RULE",
         default="",
-        help='stop early: after least epochs the best 1/reduction go on to reduction times as many, and so on: "asha('
+    )  # fmt: skip
+    option(
+        search, "--asha", "RULE",
+        'stop early: after least epochs the best 1/reduction go on to reduction times as many, and so on: "asha('
         'least=1, reduction=3)"',
-    )
+        default="",
+    )  # fmt: skip
 
 
 def run_sweep(arguments: argparse.Namespace) -> int:
@@ -171,17 +145,10 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         arguments.parser.error(
             f"{given[0]} needs the job: without one the sweep in --run-dir goes on as it was begun"
         )
-    request = Request(
-        plan,
-        arguments.run_dir,
-        lambda plan: _reader(arguments.parse, plan),
-        parallel=arguments.parallel,
-        rerun=arguments.rerun,
-        dry_run=arguments.dry_run,
-        json=arguments.json,
-        slurm=_slurm(arguments),
+    request = asked(
+        Request, arguments, plan=plan, read=lambda plan: _reader(arguments.parse, plan), slurm=_slurm(arguments),
         runs_per_node=arguments.runs_per_node or 1,
-    )
+    )  # fmt: skip
     task = launched_task()
     if not is_rank() and not (task and task.is_one_of_several()):
         return sweep_command(request)
@@ -229,19 +196,10 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
     axes = tuple(map(read_axis, arguments.vary))
     _check_names([axis.name for axis in axes if "." not in axis.name], arguments)
-    return Plan(
-        arguments.job,
-        tuple(_fixed_words(arguments)),
-        axes,
-        arguments.sampler,
-        arguments.num,
-        arguments.sampler_seed,
-        _seeds(arguments.seeds),
-        arguments.folds,
-        metric=arguments.metric,
-        ranks_per_run=arguments.ranks_per_run,
+    return asked(
+        Plan, arguments, words=tuple(_fixed_words(arguments)), axes=axes, seeds=_seeds(arguments.seeds),
         asha=_asha(arguments.asha),
-    )
+    )  # fmt: skip
 
 
 def _asha(text: str) -> str:

@@ -6,6 +6,7 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.cli.common.options import option, switch
 from mpitrain.job.option import OF_JOB, OUTPUT, WAYS, add_option, declared, given
 from mpitrain.job.overrides import Overrides
 from mpitrain.system.launched.launch_variables import launched_nodes, launched_rank, launched_size
@@ -87,23 +88,17 @@ def add_parser(commands: Any) -> None:
     )
     add_job_options(parser)
     run = parser.add_argument_group(WAYS)
-    run.add_argument(
-        "--threads",
-        type=positive,
-        metavar="N",
-        help="train N replicas as threads of this process, without MPI; servers get threads of their own on top",
-    )
-    run.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print roles, placement, shards per worker and message sizes, and stop; needs no MPI",
-    )
-    run.add_argument(
-        "--ranks", type=positive, metavar="N", help="ranks of the dry run (default: the launch's, or 4)"
-    )
-    run.add_argument(
-        "--nodes", type=positive, metavar="M", help="nodes of the dry run (default: the job's, or 1)"
-    )
+    option(
+        run, "--threads", "N",
+        "train N replicas as threads of this process, without MPI; servers get threads of their own on top",
+        positive,
+    )  # fmt: skip
+    switch(
+        run, "--dry-run",
+        "print roles, placement, shards per worker and message sizes, and stop; needs no MPI",
+    )  # fmt: skip
+    option(run, "--ranks", "N", "ranks of the dry run (default: the launch's, or 4)", positive)
+    option(run, "--nodes", "M", "nodes of the dry run (default: the job's, or 1)", positive)
     add_options(run, *_under(WAYS))
     _add_machine_options(run)
     parser.set_defaults(run=run_train)
@@ -111,39 +106,29 @@ def add_parser(commands: Any) -> None:
 
 def _add_machine_options(run: Any) -> None:
     """The nodes that a dry run plans for, where their shape decides how many ranks there are."""
-    run.add_argument(
-        "--gpus-per-node",
-        type=natural,
-        metavar="G",
-        help="workers on each node of the dry run; servers come on top, where the strategy places them",
-    )
-    run.add_argument(
-        "--server-nodes",
-        type=natural,
-        default=0,
-        metavar="K",
-        help="the first K nodes of the dry run are a heterogeneous job's component for servers",
-    )
-    run.add_argument(
-        "--hosts",
-        metavar="NAMES",
-        help='the nodes of the dry run by name, such as "n1 n2", instead of --nodes',
-    )
-    run.add_argument(
-        "--write-hosts", metavar="FILE", help="also write each rank's node, a line a rank (needs --hosts)"
-    )
+    option(
+        run, "--gpus-per-node", "G",
+        "workers on each node of the dry run; servers come on top, where the strategy places them",
+        natural,
+    )  # fmt: skip
+    option(
+        run, "--server-nodes", "K",
+        "the first K nodes of the dry run are a heterogeneous job's component for servers",
+        natural, 0,
+    )  # fmt: skip
+    option(run, "--hosts", "NAMES", 'the nodes of the dry run by name, such as "n1 n2", instead of --nodes')
+    option(run, "--write-hosts", "FILE", "also write each rank's node, a line a rank (needs --hosts)")
 
 
 def add_job_options(
     parser: argparse.ArgumentParser, job_is_optional: bool = False, several_strategies: bool = False
 ) -> None:
     """The options `train` and `simulate` share: what a job's fields can be replaced with."""
-    parser.add_argument(
-        "job",
-        metavar="JOB",
+    option(
+        parser, "job", "JOB",
+        "job file: Python that ends in `job = mpitrain.Job(...)`",
         nargs="?" if job_is_optional else None,
-        help="job file: Python that ends in `job = mpitrain.Job(...)`",
-    )
+    )  # fmt: skip
     job = parser.add_argument_group(OF_JOB)
     if several_strategies:
         several: Any = {"action": "append", "default": [], "dest": "strategies"}
@@ -166,21 +151,17 @@ def _under(heading: str) -> list[str]:
 
 
 def _add_parameter_options(job: Any) -> None:
-    job.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        dest="options",
-        help="a parameter that the job file declares with mpitrain.Options, such as model.hidden=256, as often as you "
+    option(
+        job, "--set", "NAME=VALUE",
+        "a parameter that the job file declares with mpitrain.Options, such as model.hidden=256, as often as you "
         "like",
-    )
-    job.add_argument(
-        "--config",
-        metavar="FILE",
-        help='TOML with any of these options ("epochs = 30"), and a table for each group of declared parameters '
+        default=[], action="append", dest="options",
+    )  # fmt: skip
+    option(
+        job, "--config", "FILE",
+        'TOML with any of these options ("epochs = 30"), and a table for each group of declared parameters '
         '("[model]"); the command line replaces what it says',
-    )
+    )  # fmt: skip
 
 
 def overrides(arguments: argparse.Namespace) -> Overrides:
