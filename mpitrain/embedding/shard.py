@@ -12,6 +12,8 @@ the number of its steps, counts every update of the server, whether it touches t
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,7 +22,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mpitrain.embedding.lazy_memory import lazy_zeros
 from mpitrain.embedding.partition import Partition
 from mpitrain.embedding.sections import Section
 from mpitrain.errors import UsageError
@@ -229,3 +230,32 @@ def _each(states: Sequence[dict[str, Any]], key: str) -> list[torch.Tensor]:
     return [
         state["remembered"].get(key, known.new_zeros(len(state["ids"]), *known.shape[1:])) for state in states
     ]
+
+
+# ---- Zeros that take memory where they are written, and not before.
+#
+# Invariants: the kernel commits a page of 4 KiB when it is first touched, and counts nothing before that, so a table
+# may be larger than what is there as long as what is used of it is not. Larger pages are declined: a row would commit 2
+# MiB.
+
+
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's, where this Python does not name it
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of zeros in host memory of its own.
+
+    Raises:
+        MemoryError: the address space is used up.
+    """
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    if not num_bytes:
+        return torch.zeros(shape, dtype=dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=flags)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes:,} bytes for a tensor of shape {shape}: {error}") from error
+    with contextlib.suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype).view(shape)

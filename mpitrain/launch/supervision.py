@@ -12,6 +12,7 @@ this process alone hears what the terminal sends. When to give a launch up is a 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -20,18 +21,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 from mpitrain.errors import EXIT_ENDED_AT_ONCE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_REQUEUE, MpitrainError
 from mpitrain.launch import terminal
-from mpitrain.launch.guard import guarded
+from mpitrain.launch.discover import own_python
 from mpitrain.launch.left_behind import remove_left_behind
 from mpitrain.launch.watch import Watch, named, stage_of
 from mpitrain.system import awake
 from mpitrain.system.launched import rank_status
 from mpitrain.system.launched.end_requests import EndRequests, asking
 from mpitrain.system.launched.rank_status import ENDED, READY, RankStatus
-from mpitrain.system.processes import is_gone, send_signal
+from mpitrain.system.processes import identity, is_gone, send_signal
 from mpitrain.system.saying import tell
 
 LOOK_EVERY_S = 1.0
@@ -404,3 +406,27 @@ def code_of(flavour: str, code: int, statuses: Mapping[int, RankStatus]) -> int:
     if code == signal.SIGTERM and not asked:
         return 128 + signal.SIGABRT
     return 128 + code
+
+
+# ---- Starting the process that ends a launch's ranks if the launch is killed (`left_alone.py`).
+
+
+@contextlib.contextmanager
+def guarded(launcher: int, **facts: object) -> Iterator[None]:
+    """Inside, the launcher with this process number does not outlive us. `facts`: what a `Supervisor` is made of."""
+    guard = Popen(
+        [
+            *own_python(),
+            "-m",
+            "mpitrain.launch.left_alone",
+            json.dumps({"launcher": identity(launcher), **facts}),
+        ],
+        stdin=PIPE,
+        stdout=DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        guard.kill()
+        guard.communicate()

@@ -14,8 +14,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from mpitrain.data import Shards
-from mpitrain.data.read.batch_memory import NUM_SPARE
-from mpitrain.data.read.chunk_cache import ChunkCache, slots_for
+from mpitrain.data.read.chunk_cache import NUM_SPARE, ChunkCache, slots_for
 from mpitrain.data.read.reader import ChunkReader
 from mpitrain.data.read.shard_files import ShardFiles
 from mpitrain.data.write.shard_file import write_shard

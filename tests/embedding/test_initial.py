@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpitrain.embedding.initial import initial_rows, key_of
-from mpitrain.embedding.lazy_memory import lazy_zeros
+from mpitrain.embedding.shard import lazy_zeros
 
 IDS = np.arange(4000)
 

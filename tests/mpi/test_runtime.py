@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpitrain.mpi.any_source import may_miss_from_any
+from mpitrain.mpi.runtime import may_miss_from_any
 from mpitrain.system.launched.node_map import name_ranks, node_indices
 from tests.mpi.cases import assert_passed, case_names, launch, launch_program
 

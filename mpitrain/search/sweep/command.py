@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from mpitrain.search.sweep.journal import Dealer, Sweep
 from mpitrain.search.sweep.local import Dealt, deal_locally, default_parallel
 from mpitrain.search.sweep.plan import Plan, differing
 from mpitrain.search.sweep.proposals import Proposals
+from mpitrain.slurm import Script, submit
+from mpitrain.slurm.script import make, render
 from mpitrain.system.files.atomic import check_output, write_whole
 from mpitrain.system.saying import hand_out, say, tell
 
@@ -78,9 +81,6 @@ def sweep_command(request: Request) -> int:
 
 def _submit(request: Request, sweep: Sweep, setup: Setup) -> int:
     """Submit the array, or print its script."""
-    from mpitrain.search.sweep.slurm_array import hand_in, script_of
-    from mpitrain.slurm import render
-
     script = script_of(sweep, setup, request.runs_per_node, request.slurm or {})
     if request.dry_run:
         say(listing(setup))
@@ -88,7 +88,7 @@ def _submit(request: Request, sweep: Sweep, setup: Setup) -> int:
         return EXIT_OK
     begin(sweep, setup, request.rerun)
     script = script_of(sweep, setup, request.runs_per_node, request.slurm or {})  # a rerun opens more
-    say(hand_in(script))
+    say(submit(render(script)))
     _note(
         f"submitted as {'an array ' + script.array if script.array else 'one job'}; look at {sweep.folder} with:"
     )
@@ -307,3 +307,42 @@ def figures(sweep: Sweep, setup: Setup, dealt: Dealt) -> dict[str, Any]:
 def _note(text: str) -> None:
     """A line for people, on stderr."""
     tell(f"mpitrain: {text}")
+
+
+# ---- A sweep as a Slurm array: every element is a node whose ranks take what is left, several runs at a time.
+#
+# Invariants: the elements are all alike and deal from one journal, so it does not matter how many of them run at once,
+# nor in which order, nor which of them is lost. What is submitted has been checked as a whole before.
+
+
+_OURS = ("kind", "job", "options", "sweep", "server_nodes", "server_partition")
+
+
+def script_of(sweep: Sweep, setup: Setup, runs_per_node: int, settings: Mapping[str, object]) -> Script:
+    """The batch script for what is left of a sweep.
+
+    Args:
+        settings: of the script, such as time and partition, by the names of `mpitrain slurm render --set`.
+
+    Raises:
+        UsageError: a setting is not known, makes no sense, or is the sweep's own.
+    """
+    for name in _OURS:
+        if name in settings:
+            raise UsageError(f"--slurm-set {name} follows from the sweep: leave it out")
+    ranks = runs_per_node * setup.plan.ranks_per_run
+    given = {
+        "gpus_per_node": 0,
+        "name": Path(setup.plan.job).stem,
+        "array": _array(sweep, setup, runs_per_node),
+    }
+    return make("sweep", job=str(sweep.folder.absolute()), options=(str(ranks),), **{**given, **settings})
+
+
+def _array(sweep: Sweep, setup: Setup, runs_per_node: int) -> str | None:
+    """As many elements as are busy with one run at each place; each goes on as long as there is something to do."""
+    plan = setup.plan
+    found = standings(sweep.records(), plan.num_configurations, plan.num_rungs)
+    left = sum(one.status in ("open", "running") for one in found)
+    num_nodes = math.ceil(left / runs_per_node)
+    return f"0-{num_nodes - 1}" if num_nodes > 1 else None
