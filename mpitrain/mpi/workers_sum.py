@@ -7,14 +7,13 @@ meanwhile; inside MPI it only adds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.memory.buffers import as_buffer
-
-if TYPE_CHECKING:
-    import torch
 
 
 class HasEngine(Protocol):

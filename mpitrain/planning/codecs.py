@@ -6,19 +6,16 @@ its fewer bytes save on the link exceeds its own time; neither is taken to be hi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from mpitrain.codecs.base import Codec
 from mpitrain.model.wire.buffers import wire_dtype
-from mpitrain.planning.codec_cost import measure_codec
+from mpitrain.planning.codec_cost import CodecCost, measure_codec
 from mpitrain.planning.units import break_even
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.system.sizes import size_text
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from mpitrain.planning.codec_cost import CodecCost
 
 
 def describe_allreduce_codec(codec: Codec, module: nn.Module, num_bytes: int, num: int) -> list[str]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.preflight import look
@@ -35,9 +36,6 @@ from mpitrain.training.measure import build, build_module, build_optimizer
 from mpitrain.training.resuming.initial_weights import RandomNumbers, start_from
 from mpitrain.training.routes import choose_routes
 from mpitrain.training.validate import validate_run
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ Invariants: it asks the functions that the run asks (grid, stages, slices, units
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from mpitrain.job import Job, Overrides
 from mpitrain.model.building.layer_cuts import slices, units
@@ -17,9 +19,6 @@ from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.strategies.model_parallel.sharded import Sharded
 from mpitrain.strategies.model_parallel.tensor import TensorParallel
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def describe_split(

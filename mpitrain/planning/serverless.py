@@ -7,7 +7,9 @@ Invariants: sizes come from the functions that the run asks; what is compared wi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
 
 from mpitrain.codecs.base import Codec
 from mpitrain.codecs.eightbit import EightBit
@@ -23,10 +25,6 @@ from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.system.sizes import size_text
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 
 def describe_serverless(

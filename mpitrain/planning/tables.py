@@ -6,20 +6,17 @@ Invariants: sizes are arithmetic; how many rows a batch touches is counted in th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.embedding.tables import tables_of
+from mpitrain.job import Job
 from mpitrain.model.wire.buffers import wire_dtype
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.system.sizes import size_text
 from mpitrain.training.routes import Route, reduced_bytes, touched_rows
-
-if TYPE_CHECKING:
-    from mpitrain.job import Job
 
 
 def describe_reduced(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpitrain.effects import (
     AllReduce,
@@ -30,9 +30,6 @@ from mpitrain.effects import (
 from mpitrain.messages import release
 from mpitrain.messages.steps import is_progress, step_after
 from mpitrain.threads.hub import Hub
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 
 class ThreadWorld:

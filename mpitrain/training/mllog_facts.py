@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.job import Job
 from mpitrain.reporting.listeners import MLLOG, read_logs
 from mpitrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from mpitrain.data import Catalogue
-    from mpitrain.job import Job
 
 _NUMBERS = {
     "float32": "fp32",

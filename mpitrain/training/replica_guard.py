@@ -14,9 +14,9 @@ import torch
 
 from mpitrain.errors import ReplicasPartedError
 from mpitrain.model.in_place import COLUMNS, WAY_OUT, Rarely, fingerprints
+from mpitrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from mpitrain.strategies.base import Strategy
     from mpitrain.system.launched.ranks import Ranks
 
 ROUNDING = 1e-6  # of a tensor's length

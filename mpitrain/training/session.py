@@ -40,6 +40,7 @@ from mpitrain.system.files.run_directory import NO_PROGRESS, RUN_FILE, RUN_SCHEM
 from mpitrain.system.files.run_lock import RunLock
 from mpitrain.system.launched import rank_status
 from mpitrain.system.launched.launch_variables import launched_server_nodes
+from mpitrain.system.launched.ranks import Ranks
 from mpitrain.system.optional import optional
 from mpitrain.training import signals
 from mpitrain.training.accounting import Account
@@ -57,7 +58,6 @@ from mpitrain.training.validations.judge import NOBODY_LEFT, judge
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
-    from mpitrain.system.launched.ranks import Ranks
     from mpitrain.training.watchdog.emergency import Emergency
 
 REQUEUE_FILE = "REQUEUE"  # is there when the run wants to be started again with --resume auto

@@ -20,6 +20,7 @@ import torch
 from mpitrain.checkpoint import Checkpoint, write_part
 from mpitrain.checkpoint.parts import FIRST, folder_of, prune
 from mpitrain.errors import CheckpointError, UsageError
+from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.part_names import own_part
 from mpitrain.system.files.folders import make_private
 from mpitrain.system.files.run_directory import (
@@ -39,7 +40,6 @@ from mpitrain.training.synchronous.checkpoints import copied
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
     from mpitrain.roles import SaveRequest
-    from mpitrain.strategies.base import Strategy
     from mpitrain.training.parameter_server.builder import AnyStore
 
 

@@ -7,8 +7,9 @@ anew.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
@@ -16,6 +17,8 @@ from mpitrain.model.in_place import InPlaceGuard, held_alike
 from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.wire.codec_registry import check_optimizer
 from mpitrain.mpi.process_group.process_group import init_default_group
+from mpitrain.mpi.runtime import Runtime
+from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.part_names import own_part
 from mpitrain.training.measure import share_module
 from mpitrain.training.replica_guard import ReplicaGuard
@@ -29,15 +32,6 @@ from mpitrain.wrapping.checkpoints import (
     loop_state,
 )
 from mpitrain.wrapping.exchange import Exchange
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from mpitrain.model.in_place import InPlaceGuard
-    from mpitrain.mpi.runtime import Runtime
-    from mpitrain.strategies.allreduce import AllReduce
-    from mpitrain.training.replica_guard import ReplicaGuard
-    from mpitrain.wrapping.exchange import Exchange
 
 
 def join_ddp(

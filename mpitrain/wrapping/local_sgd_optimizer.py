@@ -7,31 +7,33 @@ learn of it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.errors import LostRankError, NonFiniteError, UsageError
 from mpitrain.model.optimizers.optimizer import Rates, check_closure
 from mpitrain.model.wire.flat import all_finite
 from mpitrain.mpi.process_group.process_group import init_default_group
+from mpitrain.mpi.runtime import Runtime
+from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.part_names import own_part
 from mpitrain.training.local_sgd.averager import Averager
 from mpitrain.training.measure import share_module
 from mpitrain.training.replica_guard import ReplicaGuard
 from mpitrain.training.session import attempt
-from mpitrain.wrapping.checkpoints import about_loop, find_run, keep_allreduce, lockstep_saver, loop_state
+from mpitrain.wrapping.checkpoints import (
+    Resumed,
+    Saver,
+    about_loop,
+    find_run,
+    keep_allreduce,
+    lockstep_saver,
+    loop_state,
+)
 from mpitrain.wrapping.delegating import DelegatingOptimizer
 from mpitrain.wrapping.exchange import Exchange
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from mpitrain.mpi.runtime import Runtime
-    from mpitrain.strategies.local_sgd import LocalSGD
-    from mpitrain.training.local_sgd.averager import Averager
-    from mpitrain.wrapping.checkpoints import Resumed, Saver
-    from mpitrain.wrapping.exchange import Exchange
 
 
 class LocalSGDOptimizer(DelegatingOptimizer):

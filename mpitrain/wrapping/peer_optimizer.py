@@ -11,11 +11,14 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.optim import Optimizer
 
+from mpitrain.effects import Role
 from mpitrain.errors import UsageError
 from mpitrain.messages import Kind
 from mpitrain.model.optimizers.optimizer import check_closure
+from mpitrain.model.replicas.peer_replica import PeerReplica
 from mpitrain.model.wire.flat import FlatModel
 from mpitrain.mpi.world import MpiWorld
 from mpitrain.reporting.report import NullReport
@@ -25,18 +28,11 @@ from mpitrain.strategies.part_names import own_part
 from mpitrain.training.decentralized.builder import PeerBuilder
 from mpitrain.training.measure import share_module
 from mpitrain.training.session import attempt
-from mpitrain.wrapping.checkpoints import about_loop, find_run, lockstep_saver, loop_state
+from mpitrain.wrapping.checkpoints import Resumed, Saver, about_loop, find_run, lockstep_saver, loop_state
 from mpitrain.wrapping.delegating import DelegatingOptimizer
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from mpitrain.effects import Role
-    from mpitrain.model.replicas.peer_replica import PeerReplica
     from mpitrain.mpi.runtime import Runtime
-    from mpitrain.mpi.world import MpiWorld
-    from mpitrain.training.decentralized.builder import PeerBuilder
-    from mpitrain.wrapping.checkpoints import Resumed, Saver
 
 
 class PeerOptimizer(DelegatingOptimizer):

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from mpitrain.errors import NonFiniteError, UsageError
-from mpitrain.roles import SaveRequest
+from mpitrain.roles import SaveRequest, Worker
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.wrapping.delegating import DelegatingOptimizer
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mpitrain.model import Replica
     from mpitrain.mpi.runtime import Runtime
     from mpitrain.mpi.world import MpiWorld
-    from mpitrain.roles import Worker
 
 
 class ServerOptimizer(DelegatingOptimizer):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mpitrain.data import Shards
+from mpitrain.data.read.reader import Source
 from mpitrain.data.write.ranks import ALONE, Ranks
 from mpitrain.embedding.tables import served_layers
 from mpitrain.errors import UsageError
@@ -35,7 +36,6 @@ from mpitrain.training.validations.validation import Measure
 from mpitrain.values import nearest
 
 if TYPE_CHECKING:
-    from mpitrain.data.read.reader import Source
     from mpitrain.mpi.runtime import Runtime
 
 WEIGHTS = ("equal", "metric")

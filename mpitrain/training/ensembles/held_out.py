@@ -10,12 +10,13 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from mpitrain.data import Shards
+from mpitrain.data.read.reader import Source
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.job import Job
 from mpitrain.reporting.repetitions import over_repetitions
@@ -23,9 +24,6 @@ from mpitrain.reporting.targets import Choice
 from mpitrain.system.files.run_directory import read_json
 from mpitrain.training.trained_model import RESULT_FILE, load_with_job
 from mpitrain.training.validations.validation import Measure
-
-if TYPE_CHECKING:
-    from mpitrain.data.read.reader import Source
 
 
 def source_of(job: Job, folder: Path, given: str | os.PathLike[str] | None = None) -> Source | None:

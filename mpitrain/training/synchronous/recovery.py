@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -27,14 +27,12 @@ from mpitrain.mpi.faults.errors import CALLED_OFF, CalledOffError, is_lost_peer
 from mpitrain.mpi.faults.shrink import process_failed, shrink
 from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 from mpitrain.mpi.process_group.process_group import init_default_group, leave_default_group
+from mpitrain.mpi.runtime import Runtime
 from mpitrain.reporting.report import NullReport
 from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.session import Session
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.recovery_state import RecoveryState
-
-if TYPE_CHECKING:
-    from mpitrain.mpi.runtime import Runtime
 
 
 class Retrainable(Protocol):

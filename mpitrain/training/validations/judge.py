@@ -9,16 +9,15 @@ failure: gradients are looked at before they are used, and what an update rule m
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED
 from mpitrain.job import Job, Overrides
 from mpitrain.model.metrics import reduction
 from mpitrain.model.wire.flat import all_finite
 from mpitrain.reporting.targets import missed_targets
-
-if TYPE_CHECKING:
-    import torch
 
 NOBODY_LEFT = "no worker was left to save and validate the model"
 _STATUS = {EXIT_OK: "ok", EXIT_TARGET_MISSED: "missed", EXIT_REQUEUE: "requeue"}
