@@ -114,7 +114,7 @@ class GradientRule:
     clipping: Clipping = NO_CLIPPING
     noise: Noise = NO_NOISE
 
-    @property
+    @functools.cached_property  # asked at every batch
     def shapes(self) -> bool:
         """Whether a gradient is changed before anybody else sees it."""
         return bool(self.clipping or self.noise)
@@ -190,6 +190,11 @@ class UpdateRule:
     law: Law = Law(1, 1)
     noise: Noise = NO_NOISE
 
+    @functools.cached_property  # asked at every update
+    def shapes(self) -> bool:
+        """Whether a gradient is changed before it is stepped with."""
+        return bool(self.clipping or self.noise)
+
     def pace(self, rates: Rates) -> Pace:
         """What the rates follow; `rates`: of the job's optimizer, as it began.
 
@@ -245,7 +250,7 @@ class Updates:
     ) -> None:
         """Make a finite gradient what is stepped with, in place; `scale`, `total`: as for `Clipping.clip`. `parts`: of
         each tensor, which part it is, where some are held whole and some in slices; by default that of `follow`."""
-        if not (self.rule.clipping or self.rule.noise):
+        if not self.rule.shapes:
             return
         found, (samples, part) = gradient(), self.key
         self.rule.clipping.clip(found, scale, total)

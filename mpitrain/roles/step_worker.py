@@ -168,11 +168,14 @@ class StepWorker:
         if self._is_due:  # one that was broken off
             yield from self._validate(course.epoch + (not validations.policy.epochs))
         yield from self._agree_to_end()
-        while self._goes_on:
+        goes_on = self._goes_on
+        while goes_on:
             if (turn := course.next_turn()) is not None:
                 yield from self._take_step(turn)
-            if self._goes_on and self._is_due:
+            goes_on = self._goes_on
+            if goes_on and self._is_due:
                 yield from self._validate(course.epoch + (turn is not None))
+                goes_on = self._goes_on
         if (last := self.replica.finish()) is not None:
             yield AllReduce(last)
             if self.rank == 0:

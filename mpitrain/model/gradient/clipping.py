@@ -5,18 +5,15 @@
 |g| is the Euclidean norm over all parameters. It is rounded as torch rounds it, and a limit that is not exceeded
 changes no bit.
 
-Invariants: only a gradient whose numbers are all finite is clipped. One that is not stays as it is, so that whoever
-judges gradients refuses it with clipping as without.
+Invariants: only a gradient whose numbers are all finite is clipped, as `model/recipe.py` sees to. One that is not stays
+as it is, so that whoever judges gradients refuses it with clipping as without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-
-from mpitrain.model.wire.flat import all_finite
 
 _EPSILON = 1e-6  # torch's
 
@@ -53,14 +50,6 @@ class Clipping:
         if self.value is not None:
             torch._foreach_clamp_min_(gradient, -self.value * scale)
             torch._foreach_clamp_max_(gradient, self.value * scale)
-
-    def clip_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Clip the gradient that backward has left on these, if it is finite."""
-        if not self:
-            return
-        gradient = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if all_finite(gradient):
-            self.clip(gradient)
 
 
 NO_CLIPPING = Clipping()

@@ -342,7 +342,7 @@ class FaultTolerantServer(Server):
         waiting = self.table.standby | blocked | self.table.joining
         waiting |= {worker for worker in present if self.tracker.waits(worker, now_s)}
         working = present - waiting
-        others = waiting or len(present) + len(self.table.lost) < len(self.workers)
+        others = waiting or len(present) + self.table.num_lost < len(self.workers)
         if (
             others
             and working
@@ -387,7 +387,7 @@ class FaultTolerantServer(Server):
         self._follow_ticks()
         if was_active:
             yield from self._go_on_without(worker)
-        if not present and len(self.table.lost) == len(self.workers):
+        if not present and self.table.num_lost == len(self.workers):
             self.failure = self.failure or _why_lost(worker, how) + ", and no other worker is left"
         if not self.table.active and not self.table.standby:
             yield from self._admit_joining()
@@ -395,7 +395,7 @@ class FaultTolerantServer(Server):
 
     @property
     def num_living(self) -> int:
-        return max(1, len(self.workers) - len(self.table.lost))
+        return max(1, len(self.workers) - self.table.num_lost)
 
     def _follow_ticks(self) -> None:
         """From here on a tick is a step of the workers that are left."""

@@ -162,6 +162,7 @@ class WorkerTable:
 
     def __init__(self, workers: Iterable[int], active: Iterable[int]):
         self._records = {worker: WorkerRecord() for worker in workers}
+        self.num_lost = 0  # how many `lost` has, which is asked for at every update and every answer
         self._in: dict[WorkerState, set[int]] = {state: set() for state in WorkerState}
         self._in[WorkerState.EXPECTED].update(self._records)
         self._present, self._active = set(self._records), set(active)
@@ -205,6 +206,7 @@ class WorkerTable:
         if not record.lost:
             self.move(worker, WorkerEvent.LOSE)
             record.lost_since = record.since
+            self.num_lost += 1
         record.lost = how
 
     def take_part(self, worker: int) -> None:

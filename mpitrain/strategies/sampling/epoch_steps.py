@@ -347,13 +347,12 @@ class CutSteps:
 
     def step(self, number: int, epoch: int) -> Step | None:
         """As of `EpochSteps`."""
-        count = min(self._full, self.num_left(number))
+        start = self.layout.cursor + number * self._full
+        count, workers = min(self._full, self._end - start), self.num_workers
         if count < self._least:
             return None
-        shares = (
-            share_out(self._end - self.num_left(number), count, self.num_workers, one) for one in self.workers
-        )
-        return Step(tuple(Lease(epoch, *share) for share in shares), count, -(-count // self.num_workers))
+        leases = [Lease(epoch, *share_out(start, count, workers, one)) for one in self.workers]
+        return Step(tuple(leases), count, -(-count // workers))
 
     def num_left(self, number: int) -> int:
         """As of `EpochSteps`."""

@@ -61,7 +61,7 @@ class StepPartition:
 
     def take_step(self) -> Step | None:
         """The next step, to be settled before another is taken; None at the end of the epoch."""
-        step = self.peek()
+        step = self._steps.step(self._num_taken, self.epoch)
         self._num_taken += step is not None
         return step
 
@@ -154,7 +154,9 @@ class StepCourse:
     @property
     def goes_on(self) -> bool:
         """Whether steps are left, or the end of an epoch."""
-        return self.epoch < self.num_epochs if self.num_steps is None else self.step < self.num_steps
+        if self.num_steps is None:
+            return self.partition.epoch < self.num_epochs
+        return self.step < self.num_steps
 
     @property
     def has_step(self) -> bool:
@@ -170,7 +172,7 @@ class StepCourse:
             self.num_left_out += self.partition.next_epoch()
             return None
         self.step += 1
-        return StepTurn(self.step - 1, self.epoch, *step)
+        return StepTurn(self.step - 1, self.partition.epoch, *step)
 
     def restore(self, counts: dict[str, Any], position: dict[str, Any]) -> None:
         """Continue where "step" steps are taken and "left_out" samples left out, at a `position` in the data that the
