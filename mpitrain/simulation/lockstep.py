@@ -182,7 +182,7 @@ class LockstepRun(AlikeReplica):
         if self.gradients:
             shares = [lease.num_samples for lease in leases]
             parts = [self._parts(lease, turn.largest) for lease in leases]
-            value = stepper.take_all(parts, shares, self._traced(before_s + last_s))
+            value = stepper.step_all_ranks(parts, shares, self._traced(before_s + last_s))
             if self.codecs is not None:
                 self.clock.schedule, self.apply_s = self._coded_schedule(self.codecs), self._apply_s()
             elif self.sparse:

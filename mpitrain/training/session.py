@@ -75,7 +75,8 @@ class Session:
         before_result: is called on rank 0 when all ranks have come to the end.
         end_listening: to ranks that were given up and come back late; until then they are answered.
         leg: on rank 0, which start of the run this is, of those that went on from a checkpoint; the first is 1.
-        emergency: what this rank would write if the run stood still, or why it cannot.
+        emergency: what would write this rank's part if the run stood still; why_no_emergency: why nothing would, empty
+            where this rank has nothing of its own to write.
     """
 
     runtime: Ranks
@@ -93,7 +94,8 @@ class Session:
     lock: RunLock | None = None
     contents: dict[str, str] = dataclasses.field(default_factory=dict)
     about_data: dict[str, Any] = dataclasses.field(default_factory=dict)
-    emergency: Emergency | str = "the run had not begun"
+    emergency: Emergency | None = None
+    why_no_emergency: str = "the run had not begun"
     account: Account | None = None
     before_result: Callable[[], None] = lambda: None
     end_listening: Callable[[], None] = lambda: None
@@ -115,10 +117,9 @@ class Session:
         """This rank's role: "server", "aggregator", "worker" or "peer"."""
         return self.roles.of(self.place)
 
-    def in_emergency(self, writer: Emergency | str) -> None:
-        """From here on this rank writes this when the run stands still; a text says why it writes nothing, and an
-        empty one that there is nothing of its own to write."""
-        self.emergency = writer
+    def in_emergency(self, writer: Emergency | None, why_not: str = "") -> None:
+        """From here on this writes this rank's part when the run stands still, or nothing does: see the attributes."""
+        self.emergency, self.why_no_emergency = writer, why_not
 
     def straggler(self) -> Straggler:
         """What `--inject` orders for this worker."""

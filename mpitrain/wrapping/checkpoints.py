@@ -35,6 +35,7 @@ from mpitrain.system.files.run_lock import RunLock
 from mpitrain.system.saying import tell
 from mpitrain.training.agree import attempt
 from mpitrain.training.resuming.find_checkpoint import find, identify
+from mpitrain.training.resuming.resume_options import shapes_of
 from mpitrain.training.synchronous.checkpoints import copied
 
 if TYPE_CHECKING:
@@ -153,10 +154,9 @@ class Saver:
 
 def about_loop(strategy: Strategy, model: torch.nn.Module, num_workers: int) -> dict[str, Any]:
     """What a checkpoint says of its run."""
-    parameters = [f"{name} {tuple(value.shape)}" for name, value in model.named_parameters()]
     kind = f"{strategy.family} in a loop of one's own"
     return {
-        "kind": kind, "strategy": str(strategy), "parameters": parameters, "workers": num_workers,
+        "kind": kind, "strategy": str(strategy), "parameters": shapes_of(model), "workers": num_workers,
     }  # fmt: skip
 
 

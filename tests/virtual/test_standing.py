@@ -25,7 +25,7 @@ def test_nothing_is_written_of_options_that_hooks_on_the_workers_change():
     orders = SimpleNamespace(
         overrides=SimpleNamespace(watchdog_s=1.0), job=SimpleNamespace(step_samples=1), strategy=strategy
     )
-    writer, _ = shard_writer(orders, server, store, None, module)
+    writer, _, _ = shard_writer(orders, server, store, None, module)
     assert isinstance(writer, Emergency)
     assert writer.take().state["store"]["optimizer"]["param_groups"][0]["lr"] == 0.5
     store.hear_options('{"0": {"lr": 0.25}}')

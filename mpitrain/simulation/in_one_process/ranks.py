@@ -55,7 +55,7 @@ class RanksInOneProcess(WeighsAtLast):
         if self.codecs is not None:
             self.codecs.attach(module, self.owns)
 
-    def take_all(self, parts: Sequence[Parts], shares: Sequence[int], around: Around) -> float:
+    def step_all_ranks(self, parts: Sequence[Parts], shares: Sequence[int], around: Around) -> float:
         """One step of all ranks, each on its own batches; returns the loss to report."""
         count, size = sum(shares), len(self.owns)
         self.weight, self.touched = None, {}

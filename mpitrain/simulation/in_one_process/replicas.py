@@ -102,10 +102,10 @@ class MeansInOneProcess:
             return [[row for ask in asks for row in ask.part or ()], *([[]] * (len(asks) - 1))]
         if first.first:
             return [[tensor.clone() for tensor in first.tensors] for _ in asks]
-        means = self.take([ask.tensors for ask in asks], first.full, first.counted)
+        means = self.means_of([ask.tensors for ask in asks], first.full, first.counted)
         return [[mean.clone() for mean in means] for _ in asks]
 
-    def take(
+    def means_of(
         self, everybody: list[list[torch.Tensor]], full: bool = False, counted: bool = True
     ) -> list[torch.Tensor]:
         """The mean of each tensor, of which every rank has brought one; sums are taken in rank order."""

@@ -70,7 +70,9 @@ def run_peers(session: Session) -> RunOutcome:
         measures = MeasuredByPeers(replica, measure, runtime.size) if measure else None
         num_steps = session.total_samples() // (job.step_samples * runtime.size)
         meter = Meter(session.report, num_warmup(num_steps))
-        session.in_emergency(f"{strategy}: a peer sends its update to the others in the middle of its step")
+        session.in_emergency(
+            None, f"{strategy}: a peer sends its update to the others in the middle of its step"
+        )
         checkpoints, writer = make_checkpoints(
             session, strategy, about,
             lambda: {"replica": replica.state(), **replica.updates.pace.state(peer.partition.samples)},

@@ -129,7 +129,7 @@ class Averager:
         if ask.first:
             return self.collectives.from_first(ask.tensors)
         assert isinstance(self.means, Means)
-        return self.means.take(ask.tensors, ask.full, ask.counted)
+        return self.means.means_of(ask.tensors, ask.full, ask.counted)
 
     @torch.no_grad()
     def rounds(self) -> Asking:

@@ -38,7 +38,7 @@ class Means:
         self._own: dict[str, EightBitEncoder] = {}
 
     @torch.no_grad()
-    def take(
+    def means_of(
         self, tensors: list[torch.Tensor], full: bool = False, counted: bool = True
     ) -> list[torch.Tensor]:
         """The mean of each tensor; new tensors. All ranks pass the same shapes and dtypes. `full`: unrounded;

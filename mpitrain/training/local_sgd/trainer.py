@@ -14,7 +14,6 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.local_sgd.averager import Ask, Averager
 from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.outcome import RunOutcome
-from mpitrain.training.resuming.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints
 from mpitrain.training.synchronous.launch import run_synchronous
@@ -85,9 +84,8 @@ class LocalSGDTrainer(CopyingTrainer):
         }  # fmt: skip
 
     def _make_checkpoints(self) -> StepCheckpoints:
-        parameters = [f"{name} {tuple(value.shape)}" for name, value in self.module.named_parameters()]
         return StepCheckpoints(
-            self.session, parameters, describe_optimizer(self.module, self.optimizer), self.state, self.own_state,
+            self.session, self._described, self.state, self.own_state,
             module=self.module, collectives=self.collectives, own_stands=True,
         )  # fmt: skip
 

@@ -22,6 +22,7 @@ from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training.model_parallel.state_shards import local
 from mpitrain.training.recipe import recipe_of_steps
+from mpitrain.training.resuming.resume_options import shapes_of
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.stepper import Stepper
 from mpitrain.training.validations.validation import Part, metrics_of
@@ -159,7 +160,7 @@ def device_mesh(grid: Grid, device: torch.device) -> Any:
 
 def compare_parameters(runtime: Runtime, module: nn.Module) -> list[str]:
     """All ranks have built the same model, or all leave; returns its parameters' names and shapes."""
-    parameters = [f"{name} {tuple(p.shape)}" for name, p in module.named_parameters()]
+    parameters = shapes_of(module)
     runtime.compare({"parameters": parameters})
 
     def check() -> None:

@@ -86,7 +86,7 @@ class SplitTrainer(Trainer):
     def _make_checkpoints(self) -> StepCheckpoints:
         still = self.module if self.stepper.holds_still else None
         return StepCheckpoints(
-            self.session, *self.described, dict, self.state, self.stepper.checkpoint_grid, still
+            self.session, self.described, dict, self.state, self.stepper.checkpoint_grid, still
         )
 
     @property

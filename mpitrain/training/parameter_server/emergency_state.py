@@ -79,14 +79,14 @@ def shard_writer(
     store: AnyStore,
     writer: CheckpointWriter,
     module: nn.Module,
-) -> tuple[Emergency | str, Role]:
-    """What this shard's server would write, or why it cannot; and its role, to be run in place of its own."""
+) -> tuple[Emergency | None, str, Role]:
+    """What would write this shard's part, or why nothing can; and the server's role, to be run in place of its own."""
     strategy, workers = server.strategy, server.workers
     if session.overrides.watchdog_s <= 0:
-        return "there is no watchdog", server.run()
+        return None, "there is no watchdog", server.run()
     is_coded = not (strategy.push_codec.is_none and strategy.reply_codec.is_none)
     if strategy.optimizer == "worker" or strategy.reduces or is_coded:
-        return f"{strategy}: the state that workers keep belongs to no common update", server.run()
+        return None, f"{strategy}: the state that workers keep belongs to no common update", server.run()
     last_update, guard = StateAtLastUpdate(server), Guard()
     has_buffers = next(module.buffers(), None) is not None
 
@@ -110,16 +110,16 @@ def shard_writer(
         return abs(checkpoint.checkpoint_at - taken.samples) <= in_flight
 
     emergency = Emergency(writer, guard, take, parts, fits)
-    return emergency, with_whole_state(server.run(), guard, last_update.look)
+    return emergency, "", with_whole_state(server.run(), guard, last_update.look)
 
 
 def worker_writer(
     writer: CheckpointWriter, worker: Worker, module: nn.Module, on: bool
-) -> tuple[Emergency | str, Role]:
+) -> tuple[Emergency | None, Role]:
     """What this worker would write, should it be the validator: buffers as they were before its present batch."""
     kept, guard = KeptBuffers(module, on), Guard()
     if not kept.names:
-        return "", worker.run()
+        return None, worker.run()
 
     def take() -> Taken:
         replica = {"buffers": kept.copies(), "local": None, "coder": None}
@@ -132,7 +132,7 @@ def _keeping(role: Role, guard: Guard, kept: KeptBuffers) -> Role:
     def before(effect: Effect) -> None:
         if isinstance(effect, Compute) and effect.what == "gradient":
             guard.begin()
-            kept.keep()
+            kept.keep_present()
             guard.end()
 
     return watched(role, before)

@@ -186,8 +186,8 @@ def _serve(
 
     attempt(runtime, restore)
     may_die = roles.workers if survives(runtime, strategy) and runtime.fault_tolerance == "ulfm" else ()
-    emergency, role = shard_writer(session, server, store, writer, model.module)
-    session.in_emergency(emergency)
+    emergency, why_not, role = shard_writer(session, server, store, writer, model.module)
+    session.in_emergency(emergency, why_not)
 
     def buffer_for(source: int, kind: Kind) -> Any:
         return VariableBuffer() if kind in (Kind.DIVIDE, Kind.CLAIM) else store.wire_buffer()
@@ -226,7 +226,7 @@ def _workers_hold_their_own(builder: RoleBuilder, optimizer: Optimizer) -> bool:
 
 def _aggregate(session: Session, builder: RoleBuilder) -> RunOutcome:
     """Stand between this node's workers and the servers. Nothing of this rank belongs to a checkpoint."""
-    session.in_emergency("")
+    session.in_emergency(None)
     attempt(session.runtime, lambda: None)  # the others restore what they go on from
     buffers, aggregator = ByteBuffers(), builder.aggregator(session.place, signals.asked)
     peers = (*session.roles.servers, *session.roles.behind(session.place))

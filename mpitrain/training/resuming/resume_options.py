@@ -35,6 +35,11 @@ ON_RESUME = {
 _NOT_COMPARED = ("name", "run_dir", "resume", "quiet", "synthetic")
 
 
+def shapes_of(module: nn.Module) -> list[str]:
+    """Its parameters, by name and shape."""
+    return [f"{name} {tuple(one.shape)}" for name, one in module.named_parameters()]
+
+
 def describe_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The optimizer's class, and the parameters of each of its groups: what its saved state belongs to."""
     if isinstance(optimizer, SeveralOptimizers):

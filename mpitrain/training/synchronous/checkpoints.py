@@ -37,8 +37,8 @@ class StepCheckpoints:
     """When a synchronous run writes checkpoints, and from where it goes on.
 
     Args:
-        session: of the run; parameters: names and shapes, and optimizer: class and groups, which the
-            checkpoint holds.
+        session: of the run; described: the parameters' names and shapes, and the optimizer's class and groups, which
+            the checkpoint holds.
         state: what rank 0 writes: a tree with tensors (copied here).
         own: what each rank writes beside it, or None; own_stands: it is as `state` is between two steps, so that it can
             be written when the run stands still.
@@ -51,8 +51,7 @@ class StepCheckpoints:
     def __init__(
         self,
         session: Session,
-        parameters: list[str],
-        optimizer: list[str],
+        described: tuple[list[str], list[str]],
         state: Callable[[], dict[str, Any]],
         own: Callable[[], dict[str, Any]] | None = None,
         grid: Grid | None = None,
@@ -61,7 +60,7 @@ class StepCheckpoints:
         own_stands: bool = False,
     ):
         kind = session.strategy.family + (f" in {grid.num_parts} parts" if grid else "")
-        about = about_run(session, parameters, kind, optimizer)
+        about = about_run(session, described[0], kind, described[1])
         attempt(session.runtime, lambda: check(session, about))
         self._collectives = collectives or GroupCollectives()
         self.rank, self.resume = session.runtime.rank, session.resume
@@ -80,12 +79,16 @@ class StepCheckpoints:
         self._state, self._own = state, own
         self._at = (session.resume.checkpoint_at if session.resume else 0, 0)
         if module is None:
-            session.in_emergency(f"{session.strategy}: a step may have put the parts of the model together")
+            session.in_emergency(
+                None, f"{session.strategy}: a step may have put the parts of the model together"
+            )
         elif own is not None and grid is None and not own_stands:
-            session.in_emergency(f"{session.strategy}: what the codec keeps back is in the middle of a step")
+            session.in_emergency(
+                None, f"{session.strategy}: what the codec keeps back is in the middle of a step"
+            )
         else:
             emergency = Emergency(self.writer, self.guard, self._take, lambda: list(self._parts))
-            session.in_emergency(emergency if self._writes else "")
+            session.in_emergency(emergency if self._writes else None)
         self.ended = False
         self.wants_validation: Callable[[], bool] = _never  # the first rank, by its clock
         self.before_writing: Callable[[], object] = _never  # on all ranks
@@ -156,7 +159,7 @@ class StepCheckpoints:
 
     def after_step(self, step: int, samples: int) -> None:
         """Write, or end, if it is time to; every rank calls it after every step."""
-        self.buffers.keep()
+        self.buffers.keep_present()
         self.try_out()
         self._at = samples, step
         self.guard.end()

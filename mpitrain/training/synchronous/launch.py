@@ -17,6 +17,7 @@ from mpitrain.training.fault_tolerance import survives
 from mpitrain.training.measure import pick_device, share_module
 from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.resuming.initial_weights import build_on_ranks
+from mpitrain.training.resuming.resume_options import shapes_of
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.joint_steps import JointTrainer
@@ -69,7 +70,6 @@ def shared_model(session: Session) -> tuple[nn.Module, torch.optim.Optimizer, to
     device = pick_device(runtime.local_rank)
     module, optimizer = build_on_ranks(session, device, session.overrides.lr)
     attempt(runtime, lambda: check_optimizer(session.strategy.push_codec, optimizer))
-    shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in module.named_parameters()]
-    runtime.compare({"parameters": shapes})
+    runtime.compare({"parameters": shapes_of(module)})
     share_module(runtime, module)
     return module, optimizer, device

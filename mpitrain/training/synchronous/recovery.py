@@ -121,7 +121,7 @@ class Survivors:
         if self.trainer is not None:
             self.kept = self.trainer.keep_state()
             self.trainer = None
-        self.session.in_emergency("ranks have died, and the others have not yet begun anew")
+        self.session.in_emergency(None, "ranks have died, and the others have not yet begun anew")
         gc.collect()
 
     def _report(self, pause_s: float) -> None:

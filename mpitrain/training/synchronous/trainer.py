@@ -35,7 +35,7 @@ from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.recipe import recipe_of_steps
 from mpitrain.training.replica_guard import ReplicaGuard
 from mpitrain.training.resuming.resume import restoring
-from mpitrain.training.resuming.resume_options import describe_optimizer, same_codec
+from mpitrain.training.resuming.resume_options import describe_optimizer, same_codec, shapes_of
 from mpitrain.training.schedule import go_on, report_end_of
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints, copied
@@ -146,11 +146,14 @@ class Trainer(AlikeReplica):
             self.checkpoints.wants_validation = self.validations.time_is_up
 
     def _make_checkpoints(self) -> StepCheckpoints:
-        parameters = [f"{name} {tuple(value.shape)}" for name, value in self.module.named_parameters()]
         return StepCheckpoints(
-            self.session, parameters, describe_optimizer(self.module, self.optimizer), self.state,
-            self.hook.state if self.hook else None, module=self.module, collectives=self.collectives,
+            self.session, self._described, self.state, self.hook.state if self.hook else None,
+            module=self.module, collectives=self.collectives,
         )  # fmt: skip
+
+    @property
+    def _described(self) -> tuple[list[str], list[str]]:
+        return shapes_of(self.module), describe_optimizer(self.module, self.optimizer)
 
     def _restore_own(self, kept: RecoveryState | None) -> None:
         """Continue from what ranks have written each for itself, or have kept."""

@@ -187,7 +187,7 @@ class KeptBuffers:
         self._kept = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def keep_present(self) -> None:
         """They are whole now."""
         for name, buffer in self._buffers.items():
             self._kept[name].copy_(buffer)

@@ -59,7 +59,8 @@ class Watched(Protocol):
 
     run_dir: Path
     roles: Roles
-    emergency: Emergency | str
+    emergency: Emergency | None
+    why_no_emergency: str
 
     @property
     def strategy(self) -> Strategy:
@@ -71,7 +72,8 @@ class _WatchedLoop:
     run_dir: Path
     strategy: Strategy
     roles: Roles
-    emergency: Emergency | str = "a loop of one's own goes on from what mpitrain.save wrote"
+    emergency: Emergency | None = None
+    why_no_emergency: str = "a loop of one's own goes on from what mpitrain.save wrote"
 
 
 class Watchdog:
@@ -272,15 +274,12 @@ class Watchdog:
 
     def _write(self, head: str) -> None:
         """Stacks first, then this rank's part of an emergency checkpoint."""
-        why_not = ""
+        why_not = self.session.why_no_emergency
         try:
             self.alarm.begin()
             self._write_stacks(head)
-            emergency: Emergency | str = self.session.emergency
-            if isinstance(emergency, Emergency):
-                emergency.write(self.alarm)
-            elif emergency:
-                why_not = emergency
+            if self.session.emergency is not None:
+                self.session.emergency.write(self.alarm)
         except CheckpointError as error:
             why_not = str(error)
         except Exception as error:

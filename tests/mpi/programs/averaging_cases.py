@@ -154,7 +154,7 @@ def case_eight_bits_keep_what_they_round_off(rt):
         means, total, true = Means("int8", GroupCollectives()), torch.zeros(1001), torch.zeros(1001)
         for number in range(6):
             mine = torch.randn(1001, generator=torch.Generator().manual_seed(10 * number + rt.rank))
-            (mean,) = means.take([mine])
+            (mean,) = means.means_of([mine])
             assert all(torch.equal(row, mean) for row in everybody(mean))
             total, true = total + mean, true + sum(everybody(mine)) / rt.size
             bound = 4 / 127  # a block's largest is below 4: half a level on each way in, and the same out
