@@ -36,7 +36,7 @@ from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign_workers
 from mpitrain.system import background
-from mpitrain.training.families import run_family
+from mpitrain.training.families import FAMILIES, run_named
 from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import MODEL_FILE, build_optimizer, same_model
 from mpitrain.training.parameter_server.builder import RoleBuilder
@@ -69,7 +69,7 @@ def simulate_job(
     if job.strategy.has_servers:
         return _Simulation(job, options, num_workers, compute, network, costs=costs).simulate()
     run = VirtualRun(job, options, num_workers, compute, network, costs)
-    result: dict[str, Any] = run_family(job.strategy, "virtual", run)
+    result: dict[str, Any] = run_named(job.strategy.choose(FAMILIES).virtual, run)
     return result
 
 

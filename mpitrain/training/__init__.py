@@ -13,7 +13,7 @@ from mpitrain.job import Job, Overrides
 from mpitrain.strategies.base import Strategy
 from mpitrain.system.interrupts import interruptible
 from mpitrain.system.saying import flush
-from mpitrain.training.families import run_family
+from mpitrain.training.families import FAMILIES, run_named
 from mpitrain.training.job_file import load_job
 
 __all__ = ["train", "train_command"]
@@ -99,7 +99,7 @@ def _train(
         session = prepare(runtime, make_job, overrides, job_file)
         with Watchdog(runtime, session, overrides.watchdog_s):
             begin(runtime)
-            return session.finish(run_family(session.strategy, "processes", session))
+            return session.finish(run_named(session.strategy.choose(FAMILIES).processes, session))
     except AgreedError:
         raise
     except BaseException as error:

@@ -45,7 +45,7 @@ FAMILIES: dict[type[Strategy], Family] = {
 }
 
 
-def run_family(strategy: Strategy, world: str, begun: Any) -> Any:
-    """Run what the table has for this strategy in a world (a field of `Family`) with what it takes there."""
-    module, _, name = getattr(strategy.choose(FAMILIES), world).rpartition(".")
+def run_named(function: str, begun: Any) -> Any:
+    """Call a function of the table with what it takes."""
+    module, _, name = function.rpartition(".")
     return getattr(importlib.import_module(f"mpitrain.{module}"), name)(begun)

@@ -38,7 +38,7 @@ from mpitrain.threads.draws import Draws
 from mpitrain.threads.hub import CalledOffError, Hub
 from mpitrain.threads.ranks import ThreadRanks
 from mpitrain.training import signals
-from mpitrain.training.families import run_family
+from mpitrain.training.families import FAMILIES, run_named
 from mpitrain.training.session import Session, begin, prepare
 from mpitrain.training.watchdog.watchdog import Watchdog
 
@@ -138,7 +138,7 @@ class ThreadRun:
                 session = prepare(ranks, lambda: self._jobs[ranks.rank], self.overrides, self.job_file)
                 with Watchdog(ranks, session, self.overrides.watchdog_s):
                     begin(ranks)
-                    ended = session.finish(run_family(session.strategy, "threads", session))
+                    ended = session.finish(run_named(session.strategy.choose(FAMILIES).threads, session))
         except AgreedError as error:
             ended = error
         except CalledOffError:
