@@ -342,13 +342,16 @@ class CutSteps:
         workers: Sequence[int],
     ):
         self.layout, self.num_workers, self.workers = layout, num_workers, workers
-        self._full, self._end = num_workers * batch_size, num_samples
+        self.batch_size, self._full, self._end = batch_size, num_workers * batch_size, num_samples
         self._least = self._full if drop_last and num_samples >= self._full else num_workers
 
     def step(self, number: int, epoch: int) -> Step | None:
         """As of `EpochSteps`."""
-        start = self.layout.cursor + number * self._full
-        count, workers = min(self._full, self._end - start), self.num_workers
+        full, size = self._full, self.batch_size
+        start = self.layout.cursor + number * full
+        count, workers = self._end - start, self.num_workers
+        if count >= full:  # as a rule, and among thousands of workers it is asked for each of them
+            return Step(tuple([Lease(epoch, start + one * size, size) for one in self.workers]), full, size)
         if count < self._least:
             return None
         leases = [Lease(epoch, *share_out(start, count, workers, one)) for one in self.workers]

@@ -62,7 +62,8 @@ class StepPartition:
     def take_step(self) -> Step | None:
         """The next step, to be settled before another is taken; None at the end of the epoch."""
         step = self._steps.step(self._num_taken, self.epoch)
-        self._num_taken += step is not None
+        if step is not None:
+            self._num_taken += 1
         return step
 
     def settle_step(self) -> None:
@@ -167,12 +168,14 @@ class StepCourse:
 
     def next_turn(self) -> StepTurn | None:
         """The next step, to be settled before another is taken; None at the end of an epoch."""
-        step = self.partition.take_step()
+        partition = self.partition
+        step = partition.take_step()
         if step is None:
-            self.num_left_out += self.partition.next_epoch()
+            self.num_left_out += partition.next_epoch()
             return None
+        turn = StepTurn(self.step, partition.epoch, step.leases, step.num_samples, step.largest)
         self.step += 1
-        return StepTurn(self.step - 1, self.partition.epoch, *step)
+        return turn
 
     def restore(self, counts: dict[str, Any], position: dict[str, Any]) -> None:
         """Continue where "step" steps are taken and "left_out" samples left out, at a `position` in the data that the
