@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from mpitrain.values import names, parse
 from tests.golden.__main__ import chosen, differences, line, read
-from tests.golden.digests import parts_of
+from tests.golden.digests import checkpoint_parts, parts_of
 from tests.golden.runs import FEATURES, MPI, THREADS, VIRTUAL, all_runs
 
 
@@ -59,6 +59,23 @@ def written(path, **changes):
 def test_what_differs_is_named_and_what_is_left_to_chance_is_not(changes, parts, tmp_path):
     before, after = written(tmp_path), written(tmp_path, **changes)
     assert differences({"run": before}, {"run": after}) == ([f"run: {parts}"] if parts else [])
+
+
+def test_the_order_of_first_arrival_changes_nothing_and_another_tensor_does(tmp_path):
+    def digests(name, pairs, tensors):
+        folder = tmp_path / name / "checkpoints" / "000000000012"
+        folder.mkdir(parents=True)
+        record = {"state": {"__pairs__": [[worker, {"__tensor__": tensor}] for worker, tensor in pairs]}}
+        (folder / "shard-0.json").write_text(json.dumps(record))
+        save_file(
+            {key: torch.tensor([value]) for key, value in tensors.items()}, folder / "shard-0.safetensors"
+        )
+        return checkpoint_parts(tmp_path / name)
+
+    first = digests("first", [(1, "0"), (2, "1")], {"0": 1.0, "1": 2.0})
+    assert digests("second", [(2, "0"), (1, "1")], {"0": 2.0, "1": 1.0}) == first
+    other = digests("other", [(1, "1"), (2, "0")], {"0": 1.0, "1": 2.0})
+    assert [name for name in first if other[name] != first[name]] == ["checkpoints' tensors"]
 
 
 def test_a_recording_is_read_as_it_was_written(tmp_path):

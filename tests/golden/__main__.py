@@ -18,7 +18,9 @@ Left out:
 - `compile`, whose compiler takes seconds a run; `precision="float16"`, which needs a CUDA device; `validate_every` and
   `checkpoint_every` by seconds.
 - Checkpoints in virtual time, which writes none.
-- Of counts, outside virtual time, how many pushes waited for a server at once (`max_pending`).
+- Of counts, outside virtual time, how many pushes waited for a server at once, in how many buffers, and how far ahead a
+  neighbour was (`REAL_CHANCE`).
+- Of checkpoints the numbers of tensors, which follow the order of first arrival.
 """
 
 from __future__ import annotations

@@ -25,7 +25,9 @@ CHANCE = {  # besides what ends in `_s` or `_ms`
     "warmup_steps", "written_by",
 }  # fmt: skip
 RATES = ("samples_per_second", "samples_per_second_per_worker")
-REAL_CHANCE = ("max_pending",)  # how many pushes waited for a server, which virtual time determines
+# How many pushes waited for a server, in how many buffers, and how far ahead a neighbour was: virtual time determines
+# them.
+REAL_CHANCE = ("max_pending", "peak_waiting_buffers", "max_steps_ahead", "max_unanswered")
 _SOURCE = re.compile(r"@[0-9a-f]{12}\b")  # of a function, in what a checkpoint says of its job
 
 
@@ -50,14 +52,17 @@ def parts_of(run_dir: Path, is_virtual: bool) -> dict[str, str]:
 
 
 def checkpoint_parts(run_dir: Path) -> dict[str, str]:
-    """Tensors of all checkpoints, and what stands beside them."""
-    tensors = sorted((run_dir / FOLDER).rglob("*.safetensors"))
-    records = [
-        [str(path.relative_to(run_dir)), without_chance(_read(path))]
-        for path in sorted((run_dir / FOLDER).rglob("*.json"))
-    ]
+    """Tensors of all checkpoints, and what stands beside them. Tensors have numbers in the order in which a state names
+    them, and what a server keeps of each worker it names in the order of first arrival: here in the order of keys."""
+    tensors, records = [], []
+    for path in sorted((run_dir / FOLDER).rglob("*.json")):
+        numbers: dict[str, str] = {}
+        place = str(path.relative_to(run_dir))
+        records.append([place, without_chance(_in_order(_read(path), numbers))])
+        if path.with_suffix(".safetensors").is_file():
+            tensors.append((place, load_file(path.with_suffix(".safetensors")), numbers))
     return {
-        "checkpoints' tensors": tensors_digest(tensors, run_dir),
+        "checkpoints' tensors": numbered_digest(tensors),
         "checkpoints' records": text_digest(records, run_dir),
     }
 
@@ -66,13 +71,32 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def tensors_digest(paths: Iterable[Path], under: Path | None = None) -> str:
+def _in_order(value: Any, numbers: dict[str, str]) -> Any:
+    """A record with its keys in order, and its tensors numbered in that order; `numbers`: theirs, by those they had."""
+    if isinstance(value, dict):
+        for kind in ("__tensor__", "__array__"):
+            if kind in value:
+                return {kind: numbers.setdefault(value[kind], str(len(numbers)))}
+        if "__pairs__" in value:
+            pairs = sorted(value["__pairs__"], key=lambda pair: json.dumps(pair[0]))
+            return {"__pairs__": _in_order(pairs, numbers)}
+        return {key: _in_order(one, numbers) for key, one in sorted(value.items())}
+    if isinstance(value, list):
+        return [_in_order(one, numbers) for one in value]
+    return value
+
+
+def tensors_digest(paths: Iterable[Path]) -> str:
     """Of names, types, shapes and numbers."""
+    return numbered_digest(("", load_file(path), {}) for path in paths)
+
+
+def numbered_digest(files: Iterable[tuple[str, dict[str, torch.Tensor], dict[str, str]]]) -> str:
+    """The same, of (place, tensors, other names of some of them)."""
     digest = hashlib.sha256()
-    for path in paths:
-        if under is not None:
-            digest.update(str(path.relative_to(under)).encode())
-        for name, tensor in sorted(load_file(path).items()):
+    for place, tensors, names in files:
+        digest.update(place.encode())
+        for name, tensor in sorted((names.get(name, name), tensor) for name, tensor in tensors.items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
