@@ -12,7 +12,7 @@ import mpitrain
 ROOT = Path(mpitrain.__file__).parents[1]
 
 
-def test_the_package_ships_its_types_and_its_format(tmp_path: Path) -> None:
+def test_the_package_ships_its_types_its_format_and_the_example_jobs(tmp_path: Path) -> None:
     """Type checkers of programs that use the package need `py.typed` (PEP 561); readers of the data need its page."""
     pytest.importorskip("setuptools")
     for name in ("setup.cfg", "pyproject.toml", "README.md"):
@@ -36,4 +36,8 @@ def test_the_package_ships_its_types_and_its_format(tmp_path: Path) -> None:
     )
     shipped = {path.relative_to(built).as_posix() for path in built.rglob("*") if path.is_file()}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "mpitrain").rglob("*.py")}
+    examples = {
+        f"mpitrain/examples/{path.relative_to(ROOT / 'jobs')}" for path in (ROOT / "jobs").rglob("*.py")
+    }
+    modules = {path for path in modules if not path.startswith("mpitrain/examples/")} | examples
     assert shipped == modules | {"mpitrain/py.typed", "mpitrain/data/FORMAT.md"}

@@ -21,6 +21,7 @@ from mpitrain.cli import (
     doctor,
     ensemble,
     env,
+    examples,
     export,
     launch,
     plan,
@@ -99,6 +100,7 @@ def build_parser() -> Parser:
         data,
         slurm,
         doctor,
+        examples,
         env,
     ):
         module.add_parser(commands)

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,19 @@ examples:
 --set system=pbs, lsf or flux writes single-node, multi-node and benchmark
 scripts for these."""
 
-_SITE_EPILOG = """\
+_LAUNCHERS = """\
 launchers:
   openmpi, mpich, cray-mpich, intel-mpi     by srun
   mpirun, mpiexec, ibrun                    the MPI's or the site's own
   flux, pals                                Flux; HPE Cray's mpiexec under PBS
 
 examples:
-  mpitrain slurm site --launcher cray-mpich > slurm/site.sh"""
+"""
+
+_INIT_DESCRIPTION = """\
+Write the templates of all batch scripts, and the site file that each of them
+reads, into a folder: the folder slurm/ of mpitrain's sources. What is there
+already stays as it is, and nothing is written then."""
 
 
 def add_parser(commands: Any) -> None:
@@ -87,6 +93,7 @@ def add_parser(commands: Any) -> None:
             "do not run the job file here to see whether it can start (a login node without torch)",
         )  # fmt: skip
         action.set_defaults(run=run)
+    _add_init(actions)
     _add_site(actions)
     status = actions.add_parser(
         "status",
@@ -99,16 +106,31 @@ def add_parser(commands: Any) -> None:
     _add_may_requeue(actions)
 
 
+def _add_init(actions: Any) -> None:
+    init = actions.add_parser(
+        "init",
+        help="write the templates and the site file into a folder",
+        description=_INIT_DESCRIPTION,
+        epilog=f"{_LAUNCHERS}  mpitrain slurm init\n  mpitrain slurm init batch --launcher cray-mpich",
+    )
+    option(init, "folder", "DIR", "where they are to lie (default: slurm)", default="slurm", nargs="?")
+    _add_way(init, run_init)
+
+
 def _add_site(actions: Any) -> None:
     site = actions.add_parser(
         "site",
         help="print a site file for a launcher",
         description="Print slurm/site.sh for a way to start ranks.",
-        epilog=_SITE_EPILOG,
+        epilog=f"{_LAUNCHERS}  mpitrain slurm site --launcher cray-mpich > slurm/site.sh",
     )
-    option(site, "--launcher", "NAME", "see below (default: openmpi)", default="openmpi")
-    option(site, "--image", "FILE", "an apptainer image to run mpitrain in", default="")
-    site.set_defaults(run=run_site)
+    _add_way(site, run_site)
+
+
+def _add_way(action: Any, run: Callable[[argparse.Namespace], int]) -> None:
+    option(action, "--launcher", "NAME", "see below (default: openmpi)", default="openmpi")
+    option(action, "--image", "FILE", "an apptainer image to run mpitrain in", default="")
+    action.set_defaults(run=run)
 
 
 def _add_may_requeue(actions: Any) -> None:
@@ -154,6 +176,19 @@ def _checked(arguments: argparse.Namespace) -> Any:
     if script.job:
         check_all(script, arguments.parse, load=not arguments.no_check)
     return script
+
+
+def run_init(arguments: argparse.Namespace) -> int:
+    """Write the templates and the site file."""
+    from mpitrain.slurm import templates
+    from mpitrain.system.files.new_files import write_new
+
+    texts = templates(arguments.folder, arguments.launcher, arguments.image)
+    write_new(Path(arguments.folder), texts)
+    for name in texts:
+        say(Path(arguments.folder, name))
+    tell(f"mpitrain: edit {Path(arguments.folder, 'site.sh')}: modules, launcher, container, disks")
+    return EXIT_OK
 
 
 def run_site(arguments: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from mpitrain.slurm.script import KINDS, SYSTEMS, Script
 from mpitrain.slurm.site import LAUNCHERS, render_site
 from mpitrain.slurm.status import describe
 from mpitrain.slurm.submit import submit
+from mpitrain.slurm.templates import templates
 
 __all__ = [
     "KINDS",
@@ -22,4 +23,5 @@ __all__ = [
     "render",
     "render_site",
     "submit",
+    "templates",
 ]

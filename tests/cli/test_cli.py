@@ -38,10 +38,12 @@ COMMANDS = [
     ["data", "info"],
     ["slurm", "render"],
     ["slurm", "submit"],
+    ["slurm", "init"],
     ["slurm", "site"],
     ["slurm", "status"],
     ["slurm", "may-requeue"],
     ["doctor"],
+    ["examples"],
     ["env"],
 ]
 IDS = ["mpitrain", *(" ".join(words) for words in COMMANDS[1:])]
@@ -160,7 +162,7 @@ def test_version_is_the_packages() -> None:
     [
         (
             ["trian"],
-            "slurm, doctor, env; did you mean 'train'?",
+            "slurm, doctor, examples, env; did you mean 'train'?",
         ),
         (
             ["brew"],

@@ -191,3 +191,37 @@ def test_a_broken_site_file_ends_the_job_with_a_word(tmp_path: Path, site: str |
         ["bash", "script"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
     )
     assert run.returncode == 0 and "went on" in run.stdout, run
+
+
+def test_init_writes_the_folder_of_the_checkout_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["slurm", "init"]) == 0
+    patterns = ("*.sbatch", "*.sh", "other/*")
+    there = {path.relative_to(ROOT) for pattern in patterns for path in (ROOT / "slurm").glob(pattern)}
+    written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
+    assert written == there
+    assert all(path.read_bytes() == (ROOT / path).read_bytes() for path in written)
+    Path("slurm/site.sh").write_text("mine")
+    Path("slurm/tolerant.sbatch").unlink()
+    capsys.readouterr()
+    assert main(["slurm", "init"]) == 2
+    assert "slurm/single-node.sbatch, slurm/multi-node.sbatch" in capsys.readouterr().err
+    assert Path("slurm/site.sh").read_text() == "mine" and not Path("slurm/tolerant.sbatch").exists()
+
+
+def test_templates_name_the_site_file_of_their_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["slurm", "init", "a/batch/", "--launcher", "mpich", "--image", "slurm/x.sif"]) == 0
+    assert Path("a/batch/site.sh").read_text() == render_site("mpich", "slurm/x.sif").replace(
+        "slurm/site.sh;", "a/batch/site.sh;"
+    ).replace("slurm/single-node.sbatch", "a/batch/single-node.sbatch")
+    for path in (path for path in Path("a/batch").rglob("*.*") if path.name != "site.sh"):
+        text = path.read_text()
+        assert "SITE=${MPITRAIN_SITE:-a/batch/site.sh}" in text and " slurm/" not in text, path
+    for folder, why in (("a b", "batch scripts name their folder"), ("a/batch/site.sh", "File exists; name another folder")):
+        assert main(["slurm", "init", folder]) == 2
+        assert why in capsys.readouterr().err
