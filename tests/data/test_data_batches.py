@@ -36,6 +36,16 @@ def test_a_dataloader_gives_each_sample_once_and_another_order_next_epoch(source
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(50)) and orders[0] != orders[1]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_processes_of_a_dataloader_pin_no_memory(source):
+    """What is pinned stays the same memory in processes that are forked, and CUDA cannot begin in them."""
+    with source.reader(source.scan(), 0) as reader:
+        torch.zeros(1, device="cuda")
+        assert reader.batch(0, 0, 7)["y"].is_pinned()
+    test_a_dataloader_gives_each_sample_once_and_another_order_next_epoch(source, 2)
+
+
 @given(size=st.integers(1, 50), batch=st.integers(1, 60), drop_last=st.booleans())
 def test_ranks_get_equally_many_batches_and_every_sample_once(source, size, batch, drop_last):
     batches = ShardBatches(source, batch, drop_last=drop_last)

@@ -1,6 +1,9 @@
 """Datasets of torch as sources: dealt by position, made by any number of processes, the same to the bit."""
 
+import contextlib
 import functools
+import gc
+import multiprocessing
 import os
 import random
 import time
@@ -166,6 +169,45 @@ def test_leases_at_even_distances_are_made_before_they_are_asked_for():
         assert len(reader._ahead) <= 4
         reader.prefetch(0, 3, 4)
         assert same([reader.batch(0, 3, 4)], read(mt.Samples(PLAIN), [(0, 3, 4)], seed=0))
+
+
+class Garbage:
+    """As what CUDA knows of, it can be given back by the process that made it only; no count of references frees it."""
+
+    def __init__(self):
+        self.itself, self.made_by = self, os.getpid()
+
+    def __del__(self):
+        if os.getpid() != self.made_by:
+            os._exit(77)
+
+
+class Collecting(Dataset):
+    def __len__(self):
+        return 77
+
+    def __getitem__(self, index):
+        if multiprocessing.parent_process() is not None:
+            gc.collect()
+        return {"x": X[index]}
+
+
+def test_processes_collect_no_garbage_of_the_rank():
+    gc.collect()
+    with gc_at_rest():
+        Garbage()
+        assert "x" in read(mt.Samples(Collecting(), num_workers=1), [(0, 0, 4)])[0]
+    gc.collect()
+
+
+@contextlib.contextmanager
+def gc_at_rest():
+    """Nothing is collected here, and what was on is on again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -1,19 +1,21 @@
 """Processes of a rank that make batches ahead.
 
 Invariants: a process makes what it is given, in that order, and sends it through shared memory; it holds no lock and no
-connection of the rank's but its own, ignores the signals that ask a job to end (the rank obeys them), and ends with the
-rank, however that ends. An error of the dataset arrives where its batch is asked for; a process that dies is named.
+connection of the rank's but its own, ignores the signals that ask a job to end (the rank obeys them), collects no
+garbage of the rank's (what CUDA knows of, such as pinned memory, must not be given back there), and ends with the rank,
+however that ends. An error of the dataset arrives where its batch is asked for; a process that dies is named.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import signal
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -62,7 +64,8 @@ class LoaderWorkers:
                     daemon=True,
                 )
                 try:
-                    process.start()
+                    with _uncollected():
+                        process.start()
                 except Exception as error:  # pickle's own, a TypeError or an AttributeError
                     raise UsageError(
                         f"num_workers={options.num_workers}: the dataset or a function of its loader cannot be sent to "
@@ -172,6 +175,18 @@ def _end(connections: list[Any], processes: list[Any]) -> None:
     processes.clear()
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python's collector rests: in a process that is started meanwhile it does so until `work` begins."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def work(
     load: Callable[..., Batch],
     jobs: Any,
@@ -182,6 +197,8 @@ def work(
     rank_pid: int,
 ) -> None:
     """What a process does, until it is told to end or its rank is gone."""
+    gc.freeze()
+    gc.enable()
     for name in IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -12,13 +12,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from mpitrain.data.datasets.loader_workers import LoaderWorkers
 from mpitrain.data.format.catalogue import OFFSETS, ArraySpec, Catalogue, ShardInfo
 from mpitrain.data.format.columns import IntArray
 from mpitrain.data.read.order import Order
-from mpitrain.data.read.prefetch import Batch
+from mpitrain.data.read.prefetch import Batch, pins
 from mpitrain.data.read.reader import Reader, Run
 from mpitrain.data.read.transform import Transform, transformed
 from mpitrain.errors import UsageError
@@ -86,7 +84,7 @@ class DatasetReader(Reader):
         self._ahead: OrderedDict[Run, bool] = OrderedDict()  # begun, and whether it was only guessed
         self._looks_ahead, self._depth = looks_ahead, 1
         self._last: Run | None = None
-        self._pins = options.pin_memory and torch.cuda.is_available()
+        self._wants_pinned = options.pin_memory
 
     @property
     def memory_bytes(self) -> int:
@@ -173,7 +171,11 @@ class DatasetReader(Reader):
         self._depth = min(2 * self._depth, self._most_ahead)
 
     def _pinned(self, batch: Batch) -> Batch:
-        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pins else batch
+        return (
+            {name: tensor.pin_memory() for name, tensor in batch.items()}
+            if self._wants_pinned and pins()
+            else batch
+        )
 
     def close(self) -> None:
         super().close()

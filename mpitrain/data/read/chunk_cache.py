@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from mpitrain.data.format.catalogue import ArraySpec, Catalogue
 from mpitrain.data.read.order import IntArray
+from mpitrain.data.read.prefetch import pins
 from mpitrain.data.read.ragged import EntryPlaces, fixed_arrays
 
 CACHE_BYTES = 256 << 20
@@ -242,7 +243,6 @@ class BatchBuffers:
     def __init__(self, specs: Mapping[str, ArraySpec]):
         self._specs = dict(specs)
         self._dtypes = {name: np.dtype(spec.dtype) for name, spec in self._specs.items()}
-        self._pinned = torch.cuda.is_available()
         self._spare: dict[str, deque[NDArray[np.uint8]]] = {name: deque(maxlen=NUM_SPARE) for name in specs}
         self.largest_bytes = 0
 
@@ -255,7 +255,7 @@ class BatchBuffers:
 
     def _one(self, name: str, shape: tuple[int, ...]) -> Buffer:
         dtype = self._dtypes[name]
-        if self._pinned:
+        if pins():
             tensor = torch.empty(shape, dtype=getattr(torch, dtype.name), pin_memory=True)
             return tensor, tensor.numpy()
         num_bytes = math.prod(shape) * dtype.itemsize

@@ -28,6 +28,12 @@ MAX_EXPECTED = 2  # batches announced and held ready; further ones replace the o
 HAND_OVER_BYTES = 1 << 20  # the caller copies a smaller batch faster than it can wake another thread
 
 
+def pins() -> bool:
+    """Whether batches belong in pinned memory: where this process computes on a GPU. One that was forked does not, and
+    what its parent has pinned stays the same memory in all of them: they would write into each other's batches."""
+    return torch.cuda.is_initialized()
+
+
 class Store(Protocol):
     """Gives samples by (chunk, row); `ChunkCache` for shards, `PoolStore` for synthetic samples."""
 

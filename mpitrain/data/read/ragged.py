@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mpitrain.data.format.catalogue import OFFSETS, ArraySpec, Catalogue
 from mpitrain.data.read.order import IntArray
+from mpitrain.data.read.prefetch import pins
 
 Batch = dict[str, torch.Tensor]
 Entries = NDArray[np.generic]
@@ -36,7 +37,6 @@ class EntryPlaces:
             name: np.empty((num_places, entries, *catalogue.arrays[name].shape), catalogue.arrays[name].dtype)
             for name, entries in catalogue.chunk_entries.items()
         }
-        self._pinned = torch.cuda.is_available()
         self.largest_bytes = 0  # of all entries of a batch
 
     def place(self, number: int) -> dict[str, Entries]:
@@ -81,7 +81,7 @@ class EntryPlaces:
         flat = torch.empty(
             (int(offsets[-1]), *held.shape[2:]),
             dtype=getattr(torch, held.dtype.name),
-            pin_memory=self._pinned,
+            pin_memory=pins(),
         )
         return {name: flat, name + OFFSETS: offsets}
 
