@@ -299,4 +299,5 @@ class PeerReplica:
             self.encoder.restore(state["encoder"])
         if self._common is not None:
             self._common.copy_(state["common"])
-            self._copies = {int(source): copy.clone() for source, copy in state["copies"].items()}
+            copies = state["copies"].items()
+            self._copies = {int(source): copy.to(self.x.device, copy=True) for source, copy in copies}

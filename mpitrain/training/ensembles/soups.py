@@ -97,8 +97,9 @@ def _measure_statistics(job: Job, module: nn.Module) -> None:
         batches = reader.sequential(
             max(LEAST_BATCH, job.batch_size), 0, min(catalogue.num_samples, MOST_SAMPLES)
         )
+        device = next(module.parameters()).device
         for batch in batches:
-            loss(module, batch)
+            loss(module, {name: tensor.to(device) for name, tensor in batch.items()})
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
 

@@ -205,9 +205,15 @@ class Averager:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned; parameters and the optimizer's state are the caller's."""
         self.memory = dict(state["memory"])
-        self._anchor = [tensor.clone() for tensor in state["anchor"]]
-        self.outer.restore(state["outer"])
+        outer = state["outer"]
+        self._anchor = self._placed(state["anchor"])
+        self.outer.restore({**outer, "velocity": self._placed(outer["velocity"])})
         self.means.restore(state["means"])
+
+    def _placed(self, saved: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of a tensor for each parameter, or of none, where the parameters lie: a checkpoint is read into host
+        memory."""
+        return [tensor.to(own.device, copy=True) for tensor, own in zip(saved, self.parameters, strict=False)]
 
 
 def floating(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
