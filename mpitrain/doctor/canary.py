@@ -1,7 +1,8 @@
 """Does this MPI carry device memory, to the bit? Run it as a step of its own: a wrong answer may be a crash.
 
 Invariants: contents are compared, because an MPI that copies from the wrong place reports success. What it asks
-is whether `MPITRAIN_GPU_BUFFERS=on` may be set; nothing is decided for the user. Not run on a GPU so far.
+is whether `MPITRAIN_GPU_BUFFERS=on` may be set; nothing is decided for the user. A library that says that it cannot is
+believed, for it would crash, unless the variable is set already.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ def run_canary(runtime: Runtime) -> int:
     """`doctor --gpu-mpi`: prints on rank 0; the exit code on every rank."""
     import torch
 
-    from mpitrain.mpi.memory.cuda_aware import gpu_aware
+    from mpitrain.mpi.memory.cuda_aware import SILENT, gpu_aware
 
+    aware, why = gpu_aware()
     os.environ["MPITRAIN_GPU_BUFFERS"] = "on"  # the question is what happens then
     gpu_aware.cache_clear()
     lacking = None if torch.cuda.is_available() else node_name()
@@ -33,6 +35,10 @@ def run_canary(runtime: Runtime) -> int:
     if without:
         if runtime.rank == 0:
             say(f"unfit: no CUDA device on {', '.join(without)}")
+        return EXIT_PREFLIGHT_FAILED
+    if not aware and why != SILENT:
+        if runtime.rank == 0:
+            say(f"unfit: {why}: device tensors go through pinned host memory")
         return EXIT_PREFLIGHT_FAILED
     device = torch.device("cuda", runtime.local_rank % torch.cuda.device_count())
     return examine(runtime, device, lambda: torch.cuda.synchronize(device))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.memory.cuda_aware import gpu_aware
+from mpitrain.mpi.memory.cuda_aware import FORCED, gpu_aware
 from mpitrain.mpi.memory.staging import Accelerator, Cuda, Pool
 
 IN_PLACE = MPI.IN_PLACE
@@ -160,6 +160,14 @@ def use_accelerator(accelerator: Accelerator) -> None:
 def on_device(tensor: torch.Tensor) -> bool:
     """True if the tensor lies in device memory."""
     return _accelerator.owns(tensor)
+
+
+def adds_on_device() -> bool:
+    """Whether MPI's own reductions of device memory are worth calling. Open MPI's copy it to plain host memory, add
+    there and copy back, which takes about four times as long as our pinned copies around the same sum
+    (`benchmarks/gpu.py`); MPITRAIN_GPU_BUFFERS=on calls them all the same."""
+    able, why = gpu_aware()
+    return able and (why == FORCED or not MPI.Get_library_version().startswith("Open MPI"))
 
 
 def record_event(tensor: torch.Tensor) -> Any:

@@ -2,8 +2,8 @@
 
 Invariants: MPI sees memory only after the kernels that write it have finished, and no code sees a received tensor
 before the copy back has finished. Both waits are host waits, on an event and on our own copy stream:
-MPI's own calls know no streams. Used only by the thread that owns MPI, so it has no locks. Not run on a GPU
-so far; the tests run it with a stand-in for `Cuda`.
+MPI's own calls know no streams. Used only by the thread that owns MPI, so it has no locks. The tests
+run it with a stand-in for `Cuda`, and `make gpu` with a GPU.
 """
 
 from typing import Any, Protocol

@@ -9,8 +9,15 @@ import torch
 
 from mpitrain.mpi.engine.collective_queue import Task
 from mpitrain.mpi.memory import buffers
-from mpitrain.mpi.process_group import algorithm_choice, allreduce_algorithms
-from mpitrain.mpi.process_group.base import GroupBase, as_list, check_dtype, shape_of, shape_text
+from mpitrain.mpi.process_group import algorithm_choice, allreduce_algorithms, profiled
+from mpitrain.mpi.process_group.base import (
+    GroupBase,
+    as_list,
+    check_dtype,
+    check_writable,
+    shape_of,
+    shape_text,
+)
 from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
 from mpitrain.mpi.process_group.sparse_allreduce import sparse_allreduce
 from mpitrain.mpi.process_group.work import MpiWork
@@ -36,6 +43,8 @@ class Reductions(GroupBase):
         """Reduce each tensor over all ranks, in place; sparse ones by SUM and AVG."""
         tensors = as_list(tensors)
         first = tensors[0] if len(tensors) == 1 else None
+        if self.size() == 1 and not any(tensor.is_sparse for tensor in tensors):
+            return self._of_one_rank(tensors, opts)
         if first is not None and self._is_plain(first):
             work = self._allreduce_one(first, tensors, opts)
         elif any(tensor.is_sparse for tensor in tensors):
@@ -82,6 +91,21 @@ class Reductions(GroupBase):
             "allreduce", what, at_once, result, opts, writes=False
         )  # nothing in it overlaps
 
+    def _of_one_rank(self, tensors: list[torch.Tensor], opts: object) -> MpiWork:
+        """An allreduce among one: nothing travels, and a device tensor does not leave its device."""
+        self._check_member("allreduce")
+        check_writable("allreduce", tensors)
+        work = MpiWork(
+            self._engine, "allreduce", tensors, self._limit(opts), profiled.begin("allreduce", tensors)
+        )
+        for tensor in tensors:
+            reduction = Reduction.of(tensor.dtype, opts)
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                reduction.before(tensor)
+                reduction.after(tensor, 1)
+        work.end(None)
+        return self._remember(work)
+
     def _allreduce_all(self, tensors: list[torch.Tensor], opts: object, wire: torch.dtype | None) -> MpiWork:
         wanted = [Reduction.of(tensor.dtype, opts) for tensor in tensors]
         events = [buffers.record_event(tensor) for tensor in tensors]
@@ -105,7 +129,7 @@ class Reductions(GroupBase):
     ) -> Task:
         for tensor, reduction, event in zip(tensors, wanted, events):
             algorithm = yield from self._choose(may_block, tensor, wire)
-            on_host = not may_block or algorithm != algorithm_choice.LIBRARY
+            on_host = not may_block or algorithm != algorithm_choice.LIBRARY or not buffers.adds_on_device()
             held = buffers.lease(tensor, reads=True, writes=True, after=event, on_host=on_host)
             yield from self._allreduce(may_block, algorithm, held, reduction, wire)
             held.finish()
