@@ -267,7 +267,7 @@ class Trainer(AlikeReplica):
 
     @property
     def _may_compare(self) -> bool:
-        return True
+        return self.session.runtime.size > 1
 
     def _remember(self) -> None:
         """The step is whole, and all ranks hold the same now."""
