@@ -31,7 +31,7 @@ HAND_OVER_BYTES = 1 << 20  # the caller copies a smaller batch faster than it ca
 def pins() -> bool:
     """Whether batches belong in pinned memory: where this process computes on a GPU. One that was forked does not, and
     what its parent has pinned stays the same memory in all of them: they would write into each other's batches."""
-    return torch.cuda.is_initialized()
+    return bool(torch.cuda.is_initialized())
 
 
 class Store(Protocol):

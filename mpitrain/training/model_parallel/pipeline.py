@@ -31,7 +31,7 @@ from mpitrain.reporting.targets import LOSS
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.system import trace
-from mpitrain.training.measure import build_optimizer, pick_device
+from mpitrain.training.measure import build_optimizer
 from mpitrain.training.model_parallel.base import SplitStepper, compare_parameters, device_mesh, grid_of
 from mpitrain.training.model_parallel.layers import Layers, build_by_layers
 from mpitrain.training.model_parallel.loss_proxy import call_with_output, model_inputs
@@ -54,7 +54,7 @@ def run_pipeline(session: Session) -> RunOutcome:
     runtime.role = f"stage {part} of pipeline {replica}"
     with default_group(runtime):
         made, parameters, described = _build(session, grid, part)
-        stepper = PipelineStepper(session, grid, device=pick_device(runtime.local_rank), **made)
+        stepper = PipelineStepper(session, grid, device=session.device, **made)
         return train_split(session, stepper, parameters, described)
 
 
@@ -172,7 +172,10 @@ class PipelineStepper(SplitStepper):
             self.microbatches = [
                 {name: parts[i] for name, parts in cut.items()} for i in range(num_microbatches)
             ]
-        inputs = model_inputs(self.recipe.gradient.loss, batch) if self.first and batch is not None else None
+        inputs = None
+        if self.first and batch is not None:
+            # contiguous, as the shapes that were learnt: torch 2.11 compares strides, too
+            inputs = tuple(one.contiguous() for one in model_inputs(self.recipe.gradient.loss, batch))
         schedule = self._schedule(num_microbatches, share, inputs)
         losses: list[torch.Tensor] = []
         options: dict[str, Any] = (
