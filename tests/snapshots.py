@@ -29,6 +29,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import mpitrain as mt
 from mpitrain.cli.common.parser import Parser
 from mpitrain.cli.main import build_parser
@@ -159,7 +161,7 @@ def checked(job: Job, overrides: Overrides, world: str) -> None:
         return
     if world == THREADS:
         check(job, overrides, THREADS, NUM_WORKERS)
-    check_precision(job, on_cuda=False)
+    check_precision(job, torch.device("cpu"))
     validate_run(job, overrides, NUM_WORKERS)
     strategy.check_workers(NUM_WORKERS)
 

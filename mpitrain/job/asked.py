@@ -60,6 +60,7 @@ ASKED: dict[str, Asked] = {
     "accumulate, find_unused_parameters": Asked(
         lambda run: run.job.accumulate > 1 and run.job.find_unused_parameters, "{why}"
     ),
+    "device": Asked(lambda run: run.overrides.device not in (None, "auto", "cpu"), "--device {why}"),
     "sync_batchnorm": Asked(lambda run: run.job.sync_batchnorm, "{strategy}: sync_batchnorm: {why}"),
     "sync_batchnorm of several workers": Asked(lambda run: run.job.sync_batchnorm and run.num_workers > 1),
     "step": Asked(lambda run: run.job.step is not None, "{strategy}: several optimizers: {why}"),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import UsageError
-from mpitrain.job.option import REFUSED, check_limit, check_precision
+from mpitrain.job.option import REFUSED, check_device, check_limit, check_precision
 from mpitrain.options import check_value
 from mpitrain.reporting.listeners import check_callbacks, read_logs
 from mpitrain.reporting.targets import LOSS, Choice, check_targets, read_choice
@@ -127,6 +127,8 @@ class Job:
         precision: "bfloat16": model, loss and metrics are computed under torch's autocast; parameters, gradients, sums,
             servers and the saved model stay float32. "float16" is for CUDA devices only: the loss is scaled, and a step
             whose gradients overflow is computed again with half the scale.
+        device: where workers compute: "cpu"; "cuda", the GPU that a worker's number on its node falls on, which "auto"
+            takes where there is one; or one GPU for all of a node, "cuda:1". A simulation computes on the host.
         activation_checkpointing: True: the layers that lie in the model's containers keep their inputs only, and
             compute the rest again in the backward pass; or names or patterns (`"blocks.*"`) of the layers that do. The
             trained model is the same to the bit.
@@ -201,6 +203,7 @@ class Job:
     gradient_noise: float | None = None
     accumulate: int = 1
     precision: str = "float32"
+    device: str = "auto"
     activation_checkpointing: bool | Sequence[str] = False
     sync_batchnorm: bool = False
     compile: bool | str = False
@@ -258,6 +261,7 @@ class Job:
                 f"on_nonfinite={self.on_nonfinite!r}{nearest(str(self.on_nonfinite), list(ON_NONFINITE))}"
             )
         check_precision("Job: precision", self.precision)
+        check_device("Job: device", self.device)
         if self.strategy is not None and not isinstance(self.strategy, Strategy):
             raise UsageError(
                 f"Job: strategy must be a value such as mpitrain.Async(servers=1), got {self.strategy!r}; a text is "

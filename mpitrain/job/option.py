@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -101,6 +102,14 @@ def check_limit(name: str, value: Any, off: str = "left out for what the job say
     if value is not None and not (is_number and 0 < value < float("inf")):
         raise UsageError(
             f"{name} must be a finite number greater than 0, such as 1.0, or {off}, got {value!r}"
+        )
+
+
+def check_device(name: str, value: object) -> None:
+    """Refuse what no worker computes on; None leaves it to the job."""
+    if value is not None and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
+        raise UsageError(
+            f'{name} must be "auto", "cpu", "cuda" or one device such as "cuda:1", got {value!r}'
         )
 
 

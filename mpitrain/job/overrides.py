@@ -22,6 +22,7 @@ from mpitrain.job.option import (
     WAYS,
     above_nothing,
     at_least_one,
+    check_device,
     check_limit,
     check_precision,
     declared,
@@ -72,6 +73,12 @@ class Overrides:
         "numbers that model and loss are computed in: float32, bfloat16, or float16 with loss scaling (on CUDA); "
         "parameters, gradients and sums stay float32",
         "P", choices=PRECISIONS, check=check_precision, replaces=True,
+    )  # fmt: skip
+    device: str | None = option(
+        OF_JOB,
+        "where workers compute: cpu, cuda (the node's GPUs in turn), cuda:1 (that one for all), or auto: a GPU where "
+        "there is one",
+        "DEVICE", check=check_device, replaces=True,
     )  # fmt: skip
     clip_norm: float | None = option(
         OF_JOB,

@@ -114,7 +114,7 @@ def weigh(job: Job, catalogue: Catalogue) -> tuple[Weights, nn.Module, Any]:
 
 def probe(job: Job, lr: float | None, catalogue: Catalogue, budget_s: float) -> Probed:
     """Time the job's steps here, for about `budget_s` in all, as the compute law `measured` does."""
-    device = pick_device(0)
+    device = pick_device(job, 0)
     law, whole = measure_step(job, lr, catalogue, 0.7 * budget_s, device)
     _, single = measure_step(job, lr, catalogue, 0.1 * budget_s, device, samples=1)
     source, target = torch.zeros(_COPIED), torch.zeros(_COPIED)

@@ -168,8 +168,10 @@ def probe() -> dict[str, Any]:
 
     here = runtime.start()
     try:
-        import torch  # noqa: F401 - for its devices and the verdict on GPU buffers; after MPI, as Cray sites ask
+        import torch  # for its devices and the verdict on GPU buffers; after MPI, as Cray sites ask
 
+        if torch.cuda.is_available():
+            torch.cuda.init()
         facts = collect(here)
         facts["mpi"]["collectives"] = _transport(here)
         return facts
@@ -261,12 +263,15 @@ def _launcher() -> str | None:
 
 
 def _gpus() -> list[dict[str, Any]] | None:
-    """Devices torch sees; `None` while torch is not imported here."""
+    """Devices torch sees, which have names once this process has begun with CUDA; `None` while torch is not imported
+    here."""
     torch = sys.modules.get("torch")
     if torch is None:
         return None
     if not torch.cuda.is_available():
         return []
+    if not torch.cuda.is_initialized():  # it takes memory of a GPU, of servers, too
+        return [{"name": None, "memory_bytes": None}] * torch.cuda.device_count()
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [{"name": device.name, "memory_bytes": device.total_memory} for device in found]
 

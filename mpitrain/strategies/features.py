@@ -109,6 +109,10 @@ REFUSED: dict[str, tuple[Rule, ...]] = {
         _CORRECTED,
     ),
     "clip_value": (_CORRECTED,),
+    "device": (
+        Rule(always, "says where workers compute, and a simulation computes what they would on the host: leave it out",
+             (VIRTUAL,)),
+    ),
     "log=mllog": (Rule(always, "holds times of a clock on the wall, and a simulation has none", (VIRTUAL,)),),
     "on_nonfinite=skip": (
         Rule(lambda one: one.sums_on_nodes, f'on_nonfinite="skip" has servers give up a worker that sends '

@@ -41,6 +41,7 @@ from mpitrain.reporting.report import writing
 from mpitrain.strategies.features import MPI, why_not
 from mpitrain.system.files.atomic import durably_replaced
 from mpitrain.system.files.folders import make_private
+from mpitrain.system.launched.launch_variables import node_name
 
 if TYPE_CHECKING:
     from mpitrain.roles.protocols import Report
@@ -49,17 +50,29 @@ if TYPE_CHECKING:
 MODEL_FILE = "model.safetensors"
 
 
-def device_type() -> str:
-    """Where workers compute, as torch calls it: "cuda" or "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def device_of(job: Job, local_rank: int) -> torch.device:
+    """The device that the job asks for; "cuda" is the GPU that this rank's number on its node falls on.
+
+    Raises:
+        UsageError: this process sees no such device.
+    """
+    num_devices = torch.cuda.device_count() if job.device != "cpu" and torch.cuda.is_available() else 0
+    device = torch.device(("cuda" if num_devices else "cpu") if job.device == "auto" else job.device)
+    if device.type == "cpu":
+        return device
+    if num_devices <= (device.index or 0):
+        raise UsageError(
+            f"device={job.device!r} (--device), and this process on {node_name()} sees {num_devices} CUDA device(s); "
+            "use another device, or look at CUDA_VISIBLE_DEVICES and at whether this torch was built with CUDA"
+        )
+    return torch.device("cuda", local_rank % num_devices if device.index is None else device.index)
 
 
-def pick_device(local_rank: int) -> torch.device:
-    """The GPU of this worker by its rank on the node, or the host."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+def pick_device(job: Job, local_rank: int) -> torch.device:
+    """As `device_of`, which then is this thread's own; raises as it does."""
+    device = device_of(job, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
 
 

@@ -46,6 +46,7 @@ from mpitrain.training import signals
 from mpitrain.training.accounting import Account
 from mpitrain.training.agree import attempt as attempt
 from mpitrain.training.fault_tolerance import check_aggregated, level, may_miss, warning
+from mpitrain.training.measure import device_of, pick_device
 from mpitrain.training.mllog_facts import mllog_facts
 from mpitrain.training.open_run import open_run
 from mpitrain.training.outcome import RunOutcome
@@ -117,6 +118,19 @@ class Session:
         """This rank's role: "server", "aggregator", "worker" or "peer"."""
         return self.roles.of(self.place)
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        if self.role in ("server", "aggregator"):
+            return torch.device("cpu")
+        return pick_device(self.job, self.runtime.local_rank)
+
+    @property
+    def gpu(self) -> str | None:
+        """What the GPU is called on which this rank computes."""
+        device = self.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
     def in_emergency(self, writer: Emergency | None, why_not: str = "") -> None:
         """From here on this writes this rank's part when the run stands still, or nothing does: see the attributes."""
         self.emergency, self.why_no_emergency = writer, why_not
@@ -172,10 +186,8 @@ class Session:
         0; returns the result, with the rows of all ranks on rank 0, and with a rank's own elsewhere.
         """
         outcome.traced_steps = trace.finish()
-        from mpitrain.training.measure import device_type
-
         outcome.account = self.account.counted() if self.account else {}
-        outcome.device = "" if self.role in ("server", "aggregator") else device_type()
+        outcome.device = "" if self.role in ("server", "aggregator") else self.device.type
 
         # where ranks may be lost: messages from those that answer, no collective
         living = may_miss(self.runtime, self.strategy)
@@ -241,8 +253,8 @@ def prepare(
     assert strategy is not None  # `apply_overrides` has found one
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy))
     attempt(runtime, lambda: validate_run(job, overrides, len(roles.workers)))
-    attempt(runtime, lambda: check_precision(job, on_cuda=torch.cuda.is_available()))
     runtime.role = roles.of(runtime.rank)
+    attempt(runtime, lambda: _check_device(job, runtime))
     catalogue = _scan(runtime, job.data)
     validation = None if job.validate is None else _scan(runtime, job.validate)
     attempt(runtime, lambda: _enough_samples(catalogue.num_samples, roles))
@@ -260,7 +272,7 @@ def prepare(
     )  # fmt: skip
     runtime.allreduce_plan.adopt(session.resume.about.get("allreduce") if session.resume else None)
     environment = runtime.gather(
-        {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank]}
+        {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank], "gpu": session.gpu}
     )
     account = session.account = Account(runtime, run_dir, opened.identity.attempt)
     attempt(runtime, lambda: account.begin(session.resume.folder.parent.parent if session.resume else None))
@@ -306,6 +318,11 @@ def _versions_by_node(runtime: Ranks) -> dict[str, str | None]:
     is_first, places = runtime.nodes.index(runtime.nodes[runtime.rank]) == runtime.rank, code_places()
     found = runtime.from_first_of_node([places, code_versions()] if is_first else None)
     return dict(found[1]) if found[0] == places else code_versions()
+
+
+def _check_device(job: Job, runtime: Ranks) -> None:
+    if runtime.role not in ("server", "aggregator"):
+        check_precision(job, device_of(job, runtime.local_rank))
 
 
 def _scan(runtime: Ranks, source: Source) -> Catalogue:

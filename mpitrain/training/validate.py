@@ -5,6 +5,8 @@ Invariants: an option that would have no effect is an error, in the dry run as i
 
 from __future__ import annotations
 
+import torch
+
 from mpitrain.errors import UsageError
 from mpitrain.inject import check_real, check_workers
 from mpitrain.job import Job, Overrides
@@ -27,12 +29,12 @@ def validate_simulation(job: Job, overrides: Overrides, num_workers: int) -> Non
     """Raise `UsageError` for what would have no effect in virtual time."""
     check_installed(read_logs(job.log))
     check(job, overrides, VIRTUAL, num_workers)
-    check_precision(job, on_cuda=False)
+    check_precision(job, torch.device("cpu"))
 
 
-def check_precision(job: Job, on_cuda: bool) -> None:
-    """Raise `UsageError` where a rank cannot compute in the job's precision."""
-    feature = "precision=float16" if on_cuda else "precision=float16 on a CPU"
+def check_precision(job: Job, device: torch.device) -> None:
+    """Raise `UsageError` where a rank that computes there cannot do so in the job's precision."""
+    feature = "precision=float16" if device.type == "cuda" else "precision=float16 on a CPU"
     assert job.strategy is not None
     if job.precision == "float16" and (why := why_not(feature, job.strategy, MPI)):
         raise UsageError(why)

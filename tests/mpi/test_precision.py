@@ -120,5 +120,5 @@ def test_what_a_precision_cannot_be_used_for_is_refused(tmp_path):
         simulated(tmp_path / "doubles", doubles, mt.Sync())
     coded = toy.make_job(precision="float16", strategy=mt.AllReduce(codec=mt.TopK()))
     with pytest.raises(UsageError, match="a codec keeps what it does not send"):
-        validate.check_precision(coded, on_cuda=True)
+        validate.check_precision(coded, torch.device("cuda"))
     assert apply_overrides(toy.make_job(), Overrides(precision="bfloat16")).loss.precision == "bfloat16"

@@ -403,6 +403,7 @@ CASES = [
         for family in (ALL, "sync()", "decentralized()", "sharded()")
     ),
     Case("activation_checkpointing", ALL, "activation_checkpointing=True", acts=stayed),
+    Case("device", ALL, "device='cpu'", acts=stayed),
     Case("compile", ALL, "compile='eager'", acts=finished),
     Case("precision", ALL, "precision='bfloat16'", acts=moved),
     Case("precision", "sync()", options="precision='bfloat16'", acts=moved),

@@ -27,7 +27,6 @@ from mpitrain.training.measure import (
     Meter,
     compute_thread,
     num_warmup,
-    pick_device,
     share_module,
 )
 from mpitrain.training.outcome import RunOutcome
@@ -48,7 +47,7 @@ def run_peers(session: Session) -> RunOutcome:
     """Train as one of the peers; returns what this rank knows of the run."""
     runtime, job, strategy = session.runtime, session.job, session.strategy
     assert isinstance(strategy, Decentralized)
-    device = pick_device(runtime.local_rank)
+    device = session.device
     module, optimizer = build_on_ranks(session, device, session.overrides.lr)
     share_module(runtime, module)
     model = attempt(runtime, lambda: _flat(module, optimizer, strategy))

@@ -29,7 +29,7 @@ from mpitrain.training.ensembles.combine import HOWS, Ensemble, find_class_dim
 from mpitrain.training.ensembles.elsewhere import exchange_over
 from mpitrain.training.ensembles.held_out import measured_of, source_of
 from mpitrain.training.ensembles.members import choice_of, choose_members
-from mpitrain.training.measure import MODEL_FILE, pick_device, save_model
+from mpitrain.training.measure import MODEL_FILE, device_of, save_model
 from mpitrain.training.resuming.fingerprint import file_digest
 from mpitrain.training.trained_model import FILES, load_with_job
 from mpitrain.training.validations.validation import Measure
@@ -181,7 +181,6 @@ class _Making:
 
     def __init__(self, path: Path, ask: EnsembleOptions, ranks: Ranks, note: Note):
         self.path, self.ask, self.ranks, self.note = path, ask, ranks, note
-        self.device = pick_device(ranks.local_rank)
 
     def load(self, runs: Sequence[RunFiles]) -> None:
         """Load the members that are computed here, each on a device of its own where there are several."""
@@ -198,7 +197,7 @@ class _Making:
                 _check_whole(run, module)
                 first = first or job
                 if self.is_here(number):
-                    self.modules[number] = module.to(self._device_of(number)).requires_grad_(False)
+                    self.modules[number] = module.requires_grad_(False)
             assert first is not None
             if self.ask.data is not None:
                 text = str(self.ask.data)
@@ -209,21 +208,29 @@ class _Making:
             return first
 
         self.job = attempt(self.ranks, load_all)
+        attempt(self.ranks, self._place)
         assert self.job.validate is not None
         validate = self.job.validate
         self.catalogue = attempt(self.ranks, validate.scan)
         self.held_out = source_of(self.job, self.runs[0].folder, self.ask.test)
         attempt(self.ranks, lambda: self.held_out.scan() if self.held_out is not None else None)
 
+    def _place(self) -> None:
+        for number, module in enumerate(self.modules):
+            if module is not None:
+                module.to(self._device_of(number))
+
     def is_here(self, number: int) -> bool:
         """Whether this rank computes the member."""
         return number % self.ranks.size == self.ranks.rank
 
+    @property
+    def device(self) -> torch.device:
+        """Where what is no member's own is computed."""
+        return device_of(self.job, self.ranks.local_rank)
+
     def _device_of(self, number: int) -> torch.device:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if self.ranks.size == 1 and count > 1:
-            return torch.device("cuda", number % count)
-        return self.device
+        return device_of(self.job, number) if self.ranks.size == 1 else self.device
 
     def measure(
         self, module: nn.Module, device: torch.device | None = None, source: Source | None = None

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from mpitrain.model.building.layer_cuts import units
 from mpitrain.model.gradient.loss_pass import LossPass
 from mpitrain.mpi.process_group.process_group import default_group
-from mpitrain.training.measure import build_optimizer, pick_device
+from mpitrain.training.measure import build_optimizer
 from mpitrain.training.model_parallel.base import compare_parameters, device_mesh, grid_of
 from mpitrain.training.model_parallel.layers import build_by_layers
 from mpitrain.training.model_parallel.mesh import MeshStepper
@@ -30,7 +30,7 @@ def run_sharded(session: Session) -> RunOutcome:
     """Train with sharded parameters; returns what this rank knows of the run."""
     runtime, job = session.mpi, session.job
     grid = grid_of(session)
-    device = pick_device(runtime.local_rank)
+    device = session.device
     module, builder = build_by_layers(session, device)
     parameters = compare_parameters(runtime, module)
     with default_group(runtime):

@@ -17,7 +17,7 @@ from mpitrain.model.building.layer_cuts import slices
 from mpitrain.model.gradient.loss_pass import LossPass
 from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
-from mpitrain.training.measure import build_optimizer, pick_device
+from mpitrain.training.measure import build_optimizer
 from mpitrain.training.model_parallel.base import compare_parameters, device_mesh, grid_of
 from mpitrain.training.model_parallel.layers import build_by_layers
 from mpitrain.training.model_parallel.mesh import MeshStepper
@@ -34,7 +34,7 @@ def run_tensor(session: Session) -> RunOutcome:
     grid = grid_of(session)
     replica, part = grid.place(runtime.rank)
     runtime.role = f"slice {part} of model {replica}"
-    device = pick_device(runtime.local_rank)
+    device = session.device
     module, layers = build_by_layers(session, device)
     parameters = compare_parameters(runtime, module)
     plan = attempt(runtime, lambda: slices(module, job.tensor_plan, grid.num_parts))

@@ -45,7 +45,6 @@ from mpitrain.training.measure import (
     Meter,
     compute_thread,
     num_warmup,
-    pick_device,
     share_module,
 )
 from mpitrain.training.outcome import RunOutcome
@@ -80,7 +79,7 @@ _SHOWN = (
 def run_servers(session: Session) -> RunOutcome:
     """Serve or work, as this rank's role says; returns what this rank knows of the run."""
     runtime = session.runtime
-    device = pick_device(runtime.local_rank) if session.role == "worker" else torch.device("cpu")
+    device = session.device
     module, optimizer = build_on_ranks(session, device, session.overrides.lr)
     strategy = server_strategy(session)
     if strategy.reduces:

@@ -14,7 +14,7 @@ from torch import nn
 from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.wire.codec_registry import check_optimizer
 from mpitrain.training.fault_tolerance import survives
-from mpitrain.training.measure import pick_device, share_module
+from mpitrain.training.measure import share_module
 from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.resuming.initial_weights import build_on_ranks
 from mpitrain.training.resuming.resume_options import shapes_of
@@ -67,7 +67,7 @@ def _group(session: Session) -> Iterator[None]:
 def shared_model(session: Session) -> tuple[nn.Module, torch.optim.Optimizer, torch.device]:
     """Collective: the job's module and optimizer, rank 0's on every rank, and the device they are on."""
     runtime = session.runtime
-    device = pick_device(runtime.local_rank)
+    device = session.device
     module, optimizer = build_on_ranks(session, device, session.overrides.lr)
     attempt(runtime, lambda: check_optimizer(session.strategy.push_codec, optimizer))
     runtime.compare({"parameters": shapes_of(module)})

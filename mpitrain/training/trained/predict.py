@@ -119,7 +119,7 @@ def _computed(
     job: Job, module: nn.Module, batches: Iterable[Batch], local_rank: int
 ) -> Iterator[dict[str, Array]]:
     """What the job's function returns for each batch, in the job's precision, as arrays on the host."""
-    device = pick_device(local_rank)
+    device = pick_device(job, local_rank)
     module.to(device)
     function = Checked(job.predict or predict_x, "predict", job.precision)
     with torch.inference_mode():
