@@ -12,6 +12,9 @@
 #   make test-torch  torch's own tests of torch.distributed, over gloo and over mpi4py; a quarter of an hour
 #                                                                    (options: make test-torch ARGS="--columns gloo:2 mpi4py:2")
 #   make clients     programs of Lightning, Accelerate, the HF Trainer and Heat, over gloo and over mpi4py
+#   make gpu         on a machine with a GPU: what needs one, device tensors over MPI as it is and by way of the host, and
+#                    what exchanges and steps cost there; writes tests/gpu.txt and benchmarks/results/gpu.jsonl
+#                                                                    (options: make gpu GPU_PYTHON=python3: the site's own)
 #   make coverage    the same tests, measuring which branches they enter, in rank processes, too
 #                                                                    (options: make coverage ARGS="tests/mpi")
 #   make chaos              kill workers and writers at random and count what is lost, an hour or more
@@ -47,7 +50,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test test-oldest test-torch clients tables pairs extended coverage chaos hostile mutants price docs slurm lint lint-style lint-types lint-duplicates format clean
+.PHONY: help train test test-oldest test-torch clients gpu tables pairs extended coverage chaos hostile mutants price docs slurm lint lint-style lint-types lint-duplicates format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -93,6 +96,21 @@ clients: $(CLIENTS)/.installed $(VENV_MPICH)/.installed
 	set -o pipefail; { git rev-parse --short HEAD; PYTHONPATH=$(abspath $(CLIENTS)) MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) \
 	    $(VENV)/bin/python -m pytest tests/clients $(ARGS); } | tee $(VENV)/clients.log; code=$$?; \
 	{ head -1 $(VENV)/clients.log; tail -1 $(VENV)/clients.log; } > tests/clients.txt; exit $$code
+
+# What needs a GPU, and the files of tests whose ranks may compute on one: the others compare with what the host computes.
+# What it printed last goes to tests/gpu.txt, which is committed.
+GPU_PYTHON ?= $(VENV)/bin/python
+GPU_TESTS = tests/mpi/test_gpu.py tests/data/test_data_batches.py tests/data/test_datasets.py tests/mpi/test_features.py \
+    tests/mpi/test_resume_options.py tests/mpi/test_splitting.py tests/threads/test_own_state.py tests/training/test_ensemble.py
+gpu: $(if $(filter $(VENV)/bin/python,$(GPU_PYTHON)),$(VENV)/.installed-test)
+	set -o pipefail; { $(GPU_PYTHON) -c 'import torch; from mpi4py import MPI; print(torch.cuda.get_device_name(), "torch", \
+	    torch.__version__, MPI.Get_library_version().split(",")[0])'; \
+	    MPITRAIN_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest -n 4 --dist loadfile $(GPU_TESTS) -k "not sparse" $(ARGS); } \
+	    | tee tests/gpu.log; code=$$?; sed -n '1p; /short test summary/,$$p' tests/gpu.log > tests/gpu.txt; \
+	tail -1 tests/gpu.log >> tests/gpu.txt; rm tests/gpu.log; exit $$code
+	$(GPU_PYTHON) -m mpitrain launch -n 2 benchmarks/gpu.py --record
+	MPITRAIN_GPU_BUFFERS=off $(GPU_PYTHON) -m mpitrain launch -n 2 benchmarks/gpu.py --record
+	$(GPU_PYTHON) -m mpitrain launch -n 1 benchmarks/gpu.py --record
 
 $(CLIENTS)/.installed: $(VENV)/.installed-test tests/clients/requirements.txt
 	@rm -rf $(CLIENTS)

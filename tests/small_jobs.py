@@ -40,7 +40,7 @@ class Packed(nn.Module):
         self.lstm, self.head = nn.LSTM(1, 4, batch_first=True), nn.Linear(4, 1)
 
     def forward(self, x, lengths):
-        packed = pack_padded_sequence(x.unsqueeze(2), lengths, batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(x.unsqueeze(2), lengths.cpu(), batch_first=True, enforce_sorted=False)
         _, (state, _) = self.lstm(packed)
         return self.head(state[-1])
 

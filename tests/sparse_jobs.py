@@ -15,7 +15,8 @@ ROWS, WIDTH = 5 * small_jobs.NUM_TOKENS, 4
 
 def many(batch):
     """Five words a sample of 85, so that ranks have few in common."""
-    return small_jobs.tokens(batch) + small_jobs.NUM_TOKENS * torch.arange(5)
+    words = small_jobs.tokens(batch)
+    return words + small_jobs.NUM_TOKENS * torch.arange(5, device=words.device)
 
 
 def few(batch):
@@ -34,7 +35,9 @@ class Sum(nn.Module):
 
     def forward(self, words):
         rows = self.table(words)
-        return (rows.sum(1) if rows.dim() == 3 else rows) + self.bias(torch.ones(len(words), 1))
+        return (rows.sum(1) if rows.dim() == 3 else rows) + self.bias(
+            torch.ones(len(words), 1, device=words.device)
+        )
 
 
 class Summed(Sum):

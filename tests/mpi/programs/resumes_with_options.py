@@ -87,7 +87,7 @@ def absolute(model, batch):
 
 
 def poisoned(model, batch):
-    bad = toy.MemoryReader(toy.Memory(52)).x[30]
+    bad = toy.MemoryReader(toy.Memory(52)).x[30].to(batch["x"].device)
     return toy.square_loss(model, batch) * (float("nan") if (batch["x"] == bad).all(1).any() else 1.0)
 
 
