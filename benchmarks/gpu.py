@@ -5,9 +5,10 @@
 
 On two ranks, which share the GPU (NCCL refuses that), contestants take turns in blocks:
 
-    all_reduce      the same device tensor over gloo (the peer) and over our group, by MPI that reads device memory or
-                    by way of pinned host memory, as this MPI can (MPITRAIN_GPU_BUFFERS=off: by way of the host);
-                    "host": over our group from host to host; "copies": down to the host and up again
+    all_reduce      the same device tensor over gloo (the peer) and over our group, which has MPI add what lies on the
+                    device, or goes by way of pinned host memory, as it does by default under Open MPI
+                    (MPITRAIN_GPU_BUFFERS=on: MPI adds it); "host": over our group from host to host; "copies": down to
+                    the host and up again
     step            zero_grad, forward, backward, exchange, SGD with momentum: alone, both at once without exchange,
                     over gloo's DDP, over ours
 
@@ -34,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain as mt
 from mpitrain.data.write.shard_file import write_shard
-from mpitrain.mpi.memory.cuda_aware import gpu_aware
+from mpitrain.mpi.memory.buffers import adds_on_device
 from mpitrain.mpi.runtime import start
 from mpitrain.training.synchronous.ddp import data_parallel
 
@@ -103,8 +104,7 @@ def show(title: str, seconds: dict[str, list[float]], peer: str) -> dict[str, An
 
 def record(row: dict[str, Any]) -> None:
     """Where and how it was measured goes with it."""
-    aware, why = gpu_aware()
-    about = {"gpu": torch.cuda.get_device_name(DEVICE), "direct": aware, "why": why, "ranks": runtime.size}
+    about = {"gpu": torch.cuda.get_device_name(DEVICE), "direct": adds_on_device(), "ranks": runtime.size}
     write_row("gpu", about | {"mpi": runtime.library} | row)
 
 

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import report_gpu
 import report_growth
 import report_jobs
 import report_literature
@@ -542,6 +543,11 @@ def threads() -> str:
 # program -> its commands and what is made of its rows
 PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "step_time": (["mpitrain launch -n 3 benchmarks/step_time.py"], step_time),
+    "gpu": (
+        ["mpitrain launch -n 2 benchmarks/gpu.py", "MPITRAIN_GPU_BUFFERS=off mpitrain launch -n 2 benchmarks/gpu.py",
+         "mpitrain launch -n 1 benchmarks/gpu.py"],
+        report_gpu.gpu,
+    ),
     "guard_cost": (["mpitrain launch -n 2 benchmarks/guard_cost.py"], guard_cost),
     "server": (["mpitrain launch -n 7 benchmarks/server.py"], server),
     "collectives": (
@@ -614,4 +620,5 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "benchmarks": programs,
     "headlines": headlines,
     "chaos": chaos_kills,
+    "gpu": report_gpu.proven,
 }

@@ -45,6 +45,7 @@ BY_HAND = {
     "collectives",
     "compression",
     "ensemble",
+    "gpu",
     "growth",
     "hosts",
     "job_tables",

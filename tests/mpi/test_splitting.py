@@ -60,6 +60,7 @@ def assert_close(path, expected, validation_loss):
     assert result_of(path)["validation_loss"] == pytest.approx(validation_loss, rel=1e-12)
 
 
+@pytest.mark.host
 def test_characters_split_by_layers_are_one_process_bit_for_bit(two):
     job = splits.character_job(two)
     state, validation_loss = splits.serial(job, num_pieces=4)
@@ -98,6 +99,7 @@ def test_bubble_and_idle_time_are_reported(two):
         assert row["idle_s"] + row["compute_s"] <= result["train_s"]
 
 
+@pytest.mark.host
 def test_statistics_and_random_numbers_see_each_microbatch_once(two):
     """Bit for bit with batch norm and dropout, in the stage that rank 1 holds: learning shapes has left no trace."""
     job = job_of(2, "normed")
