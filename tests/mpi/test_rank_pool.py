@@ -115,43 +115,6 @@ def test_a_program_ends_with_its_callbacks_and_its_code_and_what_c_still_has_to_
     assert ended.code == 5 and sorted(ended.stdout.splitlines()) == ["a callback", "of C"]
 
 
-ENDING = """\
-import atexit, sys
-import mpi4py.MPI
-class Held:
-    def __init__(self, name):
-        self.name = name
-    def __del__(self):
-        print("gone:", self.name)
-atexit.register(print, "a callback")
-alone, first, second = Held("alone"), Held("first"), Held("second")
-first.other, second.other = second, first
-sys.stdout.write("begun ")
-{}
-"""
-
-
-@pytest.mark.parametrize(("last", "code"), [("pass", 0), ("sys.exit(5)", 5), ("1 / 0", 1)])
-def test_what_a_program_leaves_to_its_end_goes_as_in_a_cold_rank(last, code):
-    """And MPI is told of the end, or Open MPI would complain."""
-    warm, cold = (run_ranks(1, ENDING.format(last), warm=warm) for warm in (True, False))
-    assert (warm.code, warm.stdout) == (cold.code, cold.stdout) and warm.code == code
-    assert all(f"gone: {name}" in warm.stdout for name in ("alone", "first", "second"))
-    assert warm.stderr.splitlines()[-1:] == cold.stderr.splitlines()[-1:], warm
-
-
-def test_a_signal_to_a_rank_that_takes_down_its_modules_finds_no_handler():
-    program = (
-        "import os, signal\nimport mpi4py.MPI\n"
-        "class Held:\n    def __del__(self, kill=os.kill, own=os.getpid()):\n        kill(own, 15)\n"
-        "signal.signal(signal.SIGTERM, lambda *_: print('heard'))\nheld = Held()\n"
-    )
-    warm, cold = (run_ranks(1, program, warm=warm) for warm in (True, False))
-    assert (
-        (warm.code, warm.stdout) == (cold.code, cold.stdout) and warm.code != 0 and "heard" not in str(warm)
-    )
-
-
 @pytest.fixture(scope="module")
 def pool():
     python = find_mpi()[0]

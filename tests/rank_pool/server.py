@@ -7,9 +7,7 @@ It stays single-threaded, so that a fork is safe, and waits in `select` while no
 its standard input closes: whoever started it has ended then, also by being killed.
 
 A rank ends as any Python does, but takes down only what it has imported itself, and mpitrain: to take down torch, too,
-takes a fork a quarter of a second of a core, most of it to copy the pages that it shares with the server. Where a
-program comes to its end under Open MPI, the rank does this itself, calls MPI's end and leaves: what Python takes down
-after that, its own types and all names, is seen by nobody, and is half of what is left of an end.
+takes a fork a quarter of a second of a core, most of it to copy the pages that it shares with the server.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import itertools
 import json
 import os
 import pkgutil
@@ -57,8 +54,6 @@ PRELOADED = (
 # Holds the process groups that a program leaves to its end.
 _TAKEN_DOWN = "torch.distributed.distributed_c10d"
 _spared: dict[str, types.ModuleType] = {}
-_taken_down: list[str] = []  # of what is there before a rank is forked
-_codes: list[int] = []  # of a program that has come to its end
 _MOST_FILES = 250
 # A client may have a host name of its own, as on an emulated node; nothing else of where it lives can be taken over.
 _HOST_NAME, _SHARED = "uts", ("net", "mnt", "ipc", "pid", "user")
@@ -301,7 +296,6 @@ def _spare_preloaded(at_start: set[str]) -> None:
     for name, module in sys.modules.items():
         if name not in at_start and name.partition(".")[0] != "mpitrain" and name != _TAKEN_DOWN:
             _spared[name] = module
-    _taken_down.extend(name for name in sys.modules if name not in _spared and name not in at_start)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_spared))  # or Python's end would release them
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False
@@ -311,64 +305,6 @@ def _forget_spared() -> None:
     for name, module in _spared.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]
-
-
-def _run_to_its_end(argv: list[str]) -> None:
-    """`run`, and a note of the exit code unless the program fails: then Python has more to say."""
-    try:
-        run(argv)
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            _codes.append(end.code or 0)
-        raise
-    _codes.append(0)
-
-
-def _end() -> None:
-    """The last of a rank's callbacks: what Python does after it as far as others see it, or all if something is in the
-    way."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if not _codes or (mpi is not None and not _ends_here(mpi)):
-        _forget_spared()
-        return
-    finalize = mpi.Finalize if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
-    del mpi
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):  # what a handler needs is taken down
-            signal.signal(number, signal.SIG_DFL)
-    _take_down()
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if finalize is not None:
-            finalize()
-    except Exception:  # Python has its own way with it
-        _forget_spared()
-        return
-    ctypes.PyDLL(None).exit(_codes[0])
-
-
-def _ends_here(mpi: Any) -> bool:
-    return "Open MPI" in mpi.Get_library_version() and sys.modules["mpi4py"].rc.finalize in (None, True)
-
-
-def _take_down() -> None:
-    """As Python does: first let go of the modules, then empty those that are still held. The others are not even
-    looked at: their counts of references would change, and the pages that these lie in would be copied."""
-    newest = next(reversed(_spared))
-    names = [*itertools.takewhile(lambda name: name != newest, reversed(sys.modules)), *reversed(_taken_down)]
-    own = [name for name in dict.fromkeys([*names, "__main__"]) if name in sys.modules]
-    own = [name for name in own if vars(sys.modules[name]) is not globals()]
-    held = [weakref.ref(sys.modules.pop(name)) for name in own]
-    gc.collect()
-    for module in held:
-        _empty(module())
-    gc.collect()
-
-
-def _empty(module: types.ModuleType | None) -> None:
-    if module is not None:
-        ctypes.pythonapi._PyModule_Clear(ctypes.py_object(module))
 
 
 def _skip_preloaded_destructors() -> None:
@@ -397,7 +333,7 @@ def _signal(pid: int) -> None:
 def _prepare(address: str, has_package: bool) -> socket.socket:
     faulthandler.enable()
     at_start = set(sys.modules)
-    atexit.register(_end)  # before all others, so it is called after them
+    atexit.register(_forget_spared)  # before all others, so it is called after them
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # of which mpitrain is one
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
@@ -424,4 +360,4 @@ if __name__ == "__main__":
     _request = serve(_listener)
     if _request is not None:
         del _listener
-        _run_to_its_end(_request["argv"])
+        run(_request["argv"])
