@@ -544,7 +544,7 @@ def threads() -> str:
 PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "step_time": (["mpitrain launch -n 3 benchmarks/step_time.py"], step_time),
     "gpu": (
-        ["mpitrain launch -n 2 benchmarks/gpu.py", "MPITRAIN_GPU_BUFFERS=off mpitrain launch -n 2 benchmarks/gpu.py",
+        ["mpitrain launch -n 2 benchmarks/gpu.py", "MPITRAIN_GPU_BUFFERS=on mpitrain launch -n 2 benchmarks/gpu.py",
          "mpitrain launch -n 1 benchmarks/gpu.py"],
         report_gpu.gpu,
     ),

@@ -65,7 +65,7 @@ HELPERS = {
     "common", "chaos_allreduce", "chaos_campaign", "chaos_job", "chaos_kills", "chaos_launch", "chaos_relaunch",
     "chaos_counting", "report", "counted_job", "counting_job", "indices", "relaunch_job", "signal_job", "tolerance_job",
     "memory_job", "prediction_job", "published_assumptions", "published_job", "report_rows", "report_virtual",
-    "growth_rank", "report_growth",
+    "growth_rank", "report_growth", "report_gpu",
     "report_models",
     "report_jobs",
     "report_literature",

@@ -477,7 +477,7 @@ def test_few_files_stay_open(tmp_path, monkeypatch):
         assert len(open_in(tmp_path)) == 3
 
 
-def test_batches_are_pinned_where_there_is_a_device(tmp_path, monkeypatch):
+def test_batches_are_pinned_where_the_process_computes_on_a_device(tmp_path, monkeypatch):
     """A stand-in: it records that pinned memory is asked for, which this machine cannot give."""
     pinned, empty = [], torch.empty
 
@@ -486,7 +486,7 @@ def test_batches_are_pinned_where_there_is_a_device(tmp_path, monkeypatch):
         return empty(*args, **kwargs)
 
     arrays = pack_plain(tmp_path, [10], 4)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch, "empty", stand_in)
     source = Shards(f"{tmp_path}/*.h5")
     with source.reader(source.scan(), 0) as reader:
