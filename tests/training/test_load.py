@@ -135,6 +135,14 @@ print(type(module).__name__, module.training)
     assert done.stdout.split() == ["Sequential", "False"], done.stderr
 
 
+def test_what_a_run_has_returned_says_where_it_is(tmp_path):
+    job = toy.make_job(predict=lambda model, batch: model(batch["x"]))
+    result = mt.train(job, mt.AllReduce(), threads=1, run_dir=str(tmp_path / "run"), quiet=True)
+    loaded, named = mt.load(result, job), mt.load(tmp_path / "run", job)
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in named.state_dict().items())
+    assert mt.predict(result, toy.Memory(), tmp_path / "out.h5", job=job).num_samples == 48
+
+
 def test_a_module_that_the_job_holds_stays_as_it_is(run):
     module = load_job(str(run.parent / "job.py")).model()
     before = module[0].weight.clone()

@@ -28,7 +28,7 @@ from mpitrain.system.files.atomic import check_new
 from mpitrain.system.interrupts import interruptible
 from mpitrain.training.agree import attempt
 from mpitrain.training.measure import pick_device
-from mpitrain.training.trained_model import load_with_job
+from mpitrain.training.trained_model import RunDir, load_with_job
 from mpitrain.training.validations.validation import LEAST_BATCH
 
 PREDICTION = "prediction"  # of a job whose function returns a tensor
@@ -46,7 +46,7 @@ class Predicted(NamedTuple):
 
 @interruptible()
 def predict(
-    run_dir: str | Path,
+    run_dir: RunDir,
     data: Source | str | Path,
     out: str | Path,
     *,
