@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from mpitrain.cli import (
     bench,
     compare,
+    completion,
     data,
     doctor,
     ensemble,
@@ -101,6 +102,7 @@ def build_parser() -> Parser:
         slurm,
         doctor,
         examples,
+        completion,
         env,
     ):
         module.add_parser(commands)

@@ -44,6 +44,7 @@ COMMANDS = [
     ["slurm", "may-requeue"],
     ["doctor"],
     ["examples"],
+    ["completion"],
     ["env"],
 ]
 IDS = ["mpitrain", *(" ".join(words) for words in COMMANDS[1:])]
@@ -162,7 +163,7 @@ def test_version_is_the_packages() -> None:
     [
         (
             ["trian"],
-            "slurm, doctor, examples, env; did you mean 'train'?",
+            "slurm, doctor, examples, completion, env; did you mean 'train'?",
         ),
         (
             ["brew"],
