@@ -260,7 +260,7 @@ def _preload_package() -> None:
     package = importlib.import_module("mpitrain")
     for part in pkgutil.walk_packages(package.__path__, "mpitrain.", onerror=lambda name: None):
         if not part.name.endswith("__main__"):
-            with contextlib.suppress(ImportError):
+            with contextlib.suppress(ImportError, ValueError):  # the latter says that there is no MPI
                 importlib.import_module(part.name)
     # of all sources, by git and from metadata: the first run of each launch would look, and find the same
     facts = sys.modules["mpitrain.reporting.environment"]
