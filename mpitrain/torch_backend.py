@@ -5,7 +5,8 @@ torch calls `register_backend_lazily` by itself at the end of `import torch` (th
 
     backend "mpi4py"            is registered; mpi4py is imported when a process group is made
     init_process_group          "mpi4py" without store and init_method means the ranks that MPI started: torch would ask
-                                the environment for MASTER_ADDR and ports; so does "env://" where RANK is not set
+                                the environment for MASTER_ADDR and ports; so does "env://", unless MASTER_ADDR and
+                                RANK are set
     init_method="mpi://"        MPI brings the ranks of any backend together: rank 0 binds a free port and tells all
     new_group                   of another backend beside ours gets a store that all ranks see
     "cpu:mpi4py,cuda:nccl"      each device has its backend; torch would let ours have them all
@@ -19,6 +20,7 @@ on sys.meta_path waits for its import and registers then. An error in here never
 that does not concern MPI passes through unchanged.
 """
 
+import atexit
 import functools
 import importlib
 import importlib.abc
@@ -34,14 +36,18 @@ from typing import Any
 BACKEND = "mpi4py"
 SCHEME = "mpi"
 REPLACES = "MPITRAIN_REPLACES"
+SCRIPT_OF = "MPITRAIN_SCRIPT_OF"  # in a script that `mpitrain launch` has started: of how many ranks
 _TARGET = "torch.distributed"
 _GROUP = "mpitrain.mpi.process_group.process_group"
+_has_made_group, _script_of = False, 1
+_LAUNCHED = "mpitrain.system.launched.launch_variables"
 _MIXED_GROUP = "mpitrain.mpi.process_group.mixed_group"
 
 
 def register_backend_lazily() -> None:
     """Register now if torch.distributed is there, else as soon as it is imported. Safe to call twice."""
     try:
+        _name_ranks()
         module = sys.modules.get(_TARGET)
         if module is not None and hasattr(module, "Backend"):
             register()
@@ -50,6 +56,30 @@ def register_backend_lazily() -> None:
     except Exception as error:
         warnings.warn(
             f'mpitrain could not register its torch.distributed backend "{BACKEND}": {error!r}', stacklevel=2
+        )
+
+
+def _name_ranks() -> None:
+    """Set torchrun's variables where an unchanged script is to use our group, and have a rank of a launched script that
+    makes none be told so at its end."""
+    global _script_of
+    if REPLACES in os.environ:
+        for name, value in importlib.import_module(_LAUNCHED).torchrun_names().items():
+            os.environ.setdefault(name, value)
+    # taken out, for a process that this one starts is no rank
+    _script_of = int(os.environ.pop(SCRIPT_OF, _script_of))
+    if _script_of > 1 and os.environ.get("RANK") == "0":
+        atexit.unregister(_doubt)  # of `import mpitrain` and `import torch` one is the second
+        atexit.register(_doubt)
+
+
+def _doubt() -> None:
+    if not _has_made_group and "mpi4py.MPI" not in sys.modules:
+        print(
+            f"mpitrain: warning: of the {_script_of} processes of this launch, rank 0 has made no process group: has "
+            "each of them trained alone, on all data? Call torch.distributed.init_process_group"
+            f'("{BACKEND}"), or mpitrain.wrap',
+            file=sys.stderr,
         )
 
 
@@ -98,9 +128,12 @@ def _ask_mpi(original: Any) -> Any:
     def init_process_group(
         backend: str | None = None, init_method: str | None = None, *args: Any, **kwargs: Any
     ) -> None:
+        global _has_made_group
+        _has_made_group = True
         asked, backend = backend, _replaced(backend)
         ours = _is_ours(backend)
-        by_us = init_method is None or (init_method == "env://" and "RANK" not in os.environ)
+        elsewhere = {"MASTER_ADDR", "RANK"} <= os.environ.keys()  # where env:// meets
+        by_us = init_method is None or (init_method == "env://" and not elsewhere)
         names_ranks = len(args) > 1 or kwargs.get("store") is not None  # the first is the timeout
         if ours and by_us and not names_ranks and _group().meets_elsewhere(_world_size(kwargs)):
             init_method, by_us = "env://", False

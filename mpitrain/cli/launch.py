@@ -289,7 +289,7 @@ def _parsed(arguments: argparse.Namespace, words: list[str]) -> argparse.Namespa
 
 def _program(words: list[str]) -> list[str]:
     """What each rank runs: this python in every case, because the launcher was chosen for its MPI."""
-    from mpitrain.launch.command import own_program
+    from mpitrain.launch.command import own_program, own_script
 
     if not words:
         raise UsageError("launch what? For example: mpitrain launch -n 4 train jobs/digits.py")
@@ -301,11 +301,11 @@ def _program(words: list[str]) -> list[str]:
     if first in _RANKED:
         return own_program(words)
     if first in ("python", "python3"):
-        return [sys.executable, *words[1:]]
+        return own_script(words[1:])
     if first.endswith(".py"):
         if not Path(first).is_file():
             raise UsageError(f"no script {first!r} (looked in {Path.cwd()})")
-        return [sys.executable, *words]
+        return own_script(words)
     raise UsageError(
         f"cannot launch {first!r}{did_you_mean(first, _RANKED)}; launch takes train, sweep, predict, data pack, data "
         "check, env or a script.py"

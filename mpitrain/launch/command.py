@@ -151,6 +151,11 @@ def own_program(words: Sequence[str]) -> list[str]:
     return [*own_python(), "-m", "mpitrain", *words]
 
 
+def own_script(words: Sequence[str]) -> list[str]:
+    """The words that run a script in this python, which finds the variables that torchrun sets."""
+    return [*own_python(), "-m", "mpitrain.launch.torchrun_names", *words]
+
+
 def _check_level(launcher: Launcher, fault_tolerance: str) -> None:
     srun, mpich = launcher.flavour == "srun", launcher.library == "mpich"
     if fault_tolerance == "ulfm" and launcher.flavour != "openmpi":

@@ -44,6 +44,7 @@ _TASK_VARIABLES = (
 )
 # Steps of Slurm that are no tasks of srun: a batch script, what stays beside a job, and the shell of salloc.
 _NO_STEPS = tuple(str(number) for number in (0xFFFFFFFB, 0xFFFFFFFC, 0xFFFFFFFA))
+_LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "JSM_NAMESPACE_LOCAL_SIZE")
 _NODE_VARIABLES = ("FLUX_JOB_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 # Files with the hosts of an allocation, a line a slot. Their batch systems start no ranks: mpirun reads them.
 _HOST_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
@@ -74,6 +75,34 @@ def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
     """Number of ranks the launcher (or the Slurm allocation) speaks of; `None` without one. Whether this process is one
     of them, `launched_task` says."""
     return _first_int(_SIZE_VARIABLES, environ)
+
+
+def torchrun_names(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them, of a process that a launcher has
+    started; what the launcher does not say is left out."""
+    task = launched_task(environ)
+    if task is None:
+        return {}
+    size = task.size or launched_size(environ)
+    local_size = _first_int(_LOCAL_SIZE_VARIABLES, environ) or _slurm_local_size(environ)
+    if local_size is None and launched_nodes(environ) in (None, 1):
+        local_size = size
+    found = {
+        "RANK": task.rank, "WORLD_SIZE": size, "LOCAL_RANK": launched_local_rank(environ),
+        "LOCAL_WORLD_SIZE": local_size,
+    }  # fmt: skip
+    return {name: str(number) for name, number in found.items() if number is not None}
+
+
+def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
+    """Tasks of the step on this node, of a text such as "2(x3),1"."""
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if (told := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)) is None:
+            return None
+        counts += [int(told[1])] * int(told[2] or 1)
+    node = _first_int(("SLURM_NODEID",), environ)
+    return counts[node] if node is not None and node < len(counts) else None
 
 
 class Task(NamedTuple):
