@@ -1,4 +1,5 @@
-"""What a script for torchrun looks at first: RANK, before it imports anything."""
+"""What a script for torchrun takes for granted: RANK, before it imports anything, and torch's default store, which all
+ranks share."""
 
 import os
 import subprocess
@@ -16,6 +17,17 @@ DDP = (
     + """
 import torch.distributed as dist
 dist.init_process_group("gloo", init_method="env://")
+store = dist.distributed_c10d._get_default_store()
+assert store._underlying_non_prefix_store.connected.cache_info().currsize == 0
+store.add("count", 1)
+dist.barrier()
+if dist.get_rank() == 0:
+    store.set("key", "hello")
+store.wait(["key"])
+assert (store.add("count", 0), store.get("key"), store.num_keys() > 1) == (2, b"hello", True)
+inner = store._underlying_non_prefix_store.connected()
+assert inner.underlying_store.host == "127.0.0.1" and not inner.underlying_store.check(["default_pg/key", "key"])
+dist.barrier()
 print(type(dist.group.WORLD).__name__, *map(os.environ.get, ("RANK", "LOCAL_WORLD_SIZE")), flush=True)
 """
 )

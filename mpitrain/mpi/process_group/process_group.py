@@ -10,7 +10,6 @@ timeout is raised where its Work or future is waited for, in DDP's C++ too.
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -23,10 +22,13 @@ from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.process_group.data_movement import DataMovement
 from mpitrain.mpi.process_group.point_to_point import PointToPoint
 from mpitrain.mpi.process_group.reductions import Reductions
+from mpitrain.mpi.process_group.shared_store import SharedStore, connecting, served
 from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.mpi.runtime import Runtime, start, start_part, started
 from mpitrain.system.interrupts import whole
 from mpitrain.torch_backend import BACKEND
+
+_kept: SharedStore | None = None  # torch's C++ holds the half of it that is C++'s own
 
 
 def init_default_group(runtime: Runtime) -> None:
@@ -59,7 +61,7 @@ def leave_default_group(runtime: Runtime) -> None:
 
 
 def rendezvous() -> dict[str, Any]:
-    """What `init_process_group` needs to know, from MPI. The group uses no store.
+    """What `init_process_group` needs to know, from MPI. The group uses no store; scripts may, and share it.
 
     Where RANK and WORLD_SIZE are set (torchrun's names), they name the ranks; where not, they are set, with LOCAL_RANK
     and LOCAL_WORLD_SIZE, for scripts that ask. Raises UsageError if they do not fit what MPI started.
@@ -67,10 +69,12 @@ def rendezvous() -> dict[str, Any]:
     runtime = start()
     given = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     rank, size = (int(text) if text is not None and text.isdigit() else None for text in given)
-    every = runtime.allgather([rank, size])
-    if all(each == [None, None] for each in every):
+    store, place = served(runtime) if runtime.rank == 0 and runtime.size > 1 else (None, None)
+    every = runtime.allgather([rank, size, place])
+    shared = _shared_store(runtime, store, every[0][2])
+    if all(each[:2] == [None, None] for each in every):
         _export_ranks(runtime)
-        return {"store": dist.HashStore(), "rank": runtime.rank, "world_size": runtime.size}
+        return {"store": shared, "rank": runtime.rank, "world_size": runtime.size}
     if any(each[1] != runtime.size for each in every) or {each[0] for each in every} != set(
         range(runtime.size)
     ):
@@ -78,7 +82,15 @@ def rendezvous() -> dict[str, Any]:
             f"RANK={given[0]} WORLD_SIZE={given[1]} in the environment of rank {runtime.rank}, but MPI started"
             f" {runtime.size} rank(s): start the ranks by mpirun or srun instead of torchrun, or unset the variables"
         )
-    return {"store": dist.HashStore(), "rank": rank, "world_size": size}
+    return {"store": shared, "rank": rank, "world_size": size}
+
+
+def _shared_store(runtime: Runtime, store: dist.Store | None, place: Any) -> dist.Store:
+    global _kept
+    if place is None:
+        return dist.HashStore()
+    _kept = SharedStore(lambda: dist.PrefixStore(place[2], store or connecting(runtime, place)))
+    return _kept
 
 
 def rendezvous_by_mpi() -> Iterator[tuple[dist.Store, int, int]]:
@@ -88,45 +100,33 @@ def rendezvous_by_mpi() -> Iterator[tuple[dist.Store, int, int]]:
 
 
 def _serve_store(runtime: Runtime) -> dist.TCPStore:
-    """Collective: a store that rank 0 serves on a port that the system chose, and MPI tells the others. Where there are
-    several nodes they reach it by MASTER_ADDR, if that is set on rank 0, and by its host's name otherwise. It returns
-    when all have reached it: rank 0 may drop it soon, where a backend is missing."""
-    host = "127.0.0.1" if runtime.num_nodes == 1 else os.environ.get("MASTER_ADDR", socket.gethostname())
+    """Collective: a store that rank 0 serves. It returns when all have reached it: rank 0 may drop it soon, where a
+    backend is missing."""
     if runtime.rank == 0:
-        store = _listening_store(host, runtime.size, runtime.num_nodes == 1)
-        runtime.broadcast([host, store.port])
-        runtime.agree(None)
-        return store
-    host, port = runtime.broadcast(None)
-    try:
-        store = dist.TCPStore(host, port, runtime.size, is_master=False)
-    except RuntimeError as error:
-        runtime.agree(error)
-        raise
+        store, place = served(runtime)
+        runtime.broadcast(place)
+    else:
+        place = runtime.broadcast(None)
+        try:
+            store = connecting(runtime, place)
+        except RuntimeError as error:
+            runtime.agree(error)
+            raise
     runtime.agree(None)
     return store
 
 
-def _listening_store(host: str, size: int, local: bool) -> dist.TCPStore:
-    """torch's own listens on every network; of ranks of one node, on the loopback alone."""
-    if not local:
-        return dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
-    with socket.create_server((host, 0)) as listener:
-        port = listener.getsockname()[1]
-        return dist.TCPStore(
-            host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-
-
 def share_store() -> None:
-    """Collective: where the default group is ours and has no store but its own process's, give it one that all ranks
-    see. Groups of other backends meet there."""
+    """Where the default group is ours, have its store be one that torch's own groups may call from any thread: groups
+    of other backends meet there. Collective, where each rank's store was its own."""
     if not dist.is_initialized() or not isinstance(dist.group.WORLD, MpiProcessGroup):
         return
     groups = dist.distributed_c10d._world.pg_map
     backend, store = groups[dist.group.WORLD]
-    prefixed: Any = store
-    if isinstance(prefixed._underlying_non_prefix_store, dist.HashStore):
+    inner = store._underlying_non_prefix_store  # type: ignore[attr-defined]
+    if isinstance(inner, SharedStore):
+        groups[dist.group.WORLD] = backend, dist.PrefixStore("default_pg", inner.connected())
+    elif isinstance(inner, dist.HashStore):
         groups[dist.group.WORLD] = backend, dist.PrefixStore("mpitrain", _serve_store(start()))
 
 
