@@ -76,7 +76,7 @@ def drop_noted(self):
 
 
 def outcome_noted(self):
-    bits = zlib.crc32(b"".join(one.detach().numpy().tobytes() for one in self.module.parameters()))
+    bits = zlib.crc32(b"".join(one.detach().cpu().numpy().tobytes() for one in self.module.parameters()))
     note(NOTES, "end", step=self.stepper.step, bits=bits)
     return outcome(self)
 
