@@ -12,7 +12,7 @@ from typing import Any
 
 from mpitrain.torch_backend import register_backend_lazily
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _home = {
     "Pause": "mpitrain.inject",

@@ -22,9 +22,10 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *(ROOT / folder / "README.md" for folder in ("benchmarks", "slurm", "tests")),
     ROOT / "mpitrain" / "data" / "FORMAT.md",
+    ROOT / ".github" / "CONTRIBUTING.md",
 ]
 ELSEWHERE = (
-    (r"^make (train|test)$", "the commands of a fresh clone: they are run by hand"),
+    (r"^make (train|test)( ARGS=.*)?$", "the commands of a fresh clone: they are run by hand"),
     (r"^make (chaos|hostile)$", "takes minutes to hours; small runs are in the tests of their programs"),
     (r"launch -n 4 train jobs/digits\.py$", "run as printed by `tests/mpi/test_digits.py`"),
     (

@@ -1,5 +1,6 @@
 """What an installed copy of the package holds besides its modules."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,12 @@ def test_the_package_ships_its_types_its_format_and_the_example_jobs(tmp_path: P
     }
     modules = {path for path in modules if not path.startswith("mpitrain/examples/")} | examples
     assert shipped == modules | {"mpitrain/py.typed", "mpitrain/data/FORMAT.md"}
+
+
+def test_the_changelog_and_the_citation_have_the_packages_version() -> None:
+    changes = (ROOT / "docs" / "CHANGELOG.md").read_text()
+    assert re.search(r"^## (\S+)", changes, re.MULTILINE).group(1) == mpitrain.__version__  # type: ignore[union-attr]
+    assert f"\nversion: {mpitrain.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 @pytest.mark.extended

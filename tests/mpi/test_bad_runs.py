@@ -123,7 +123,7 @@ SAID = {
     "run dir": "cannot make the run directory",
     "truncated": "truncated.h5: is truncated",
     "other rate": "lr: 0.5 on rank 0; 0.25 on rank 1",
-    "other code": "mpitrain: '0.1.0",
+    "other code": "mpitrain: '0",
 }
 
 

@@ -11,7 +11,7 @@ class PyMpitrain(PythonPackage):
     git = "https://example.org/mpitrain.git"  # where your copy is
 
     version("main", branch="main")
-    version("0.1.0", tag="v0.1.0", preferred=True)
+    version("0.2.0", tag="v0.2.0", preferred=True)
 
     variant("data", default=False, description="What prepares the example data")
     variant("tables", default=False, description="Pack CSV and Parquet files")

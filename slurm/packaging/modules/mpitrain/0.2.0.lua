@@ -6,7 +6,7 @@ mpitrain: train PyTorch models over MPI.
     mpitrain slurm site --help    the site file of the batch scripts
 ]])
 whatis("Name: mpitrain")
-whatis("Version: 0.1.0")
+whatis("Version: 0.2.0")
 whatis("Description: train PyTorch models over MPI")
 
 -- The environment it is installed in: python3 -m venv ROOT; ROOT/bin/pip install mpitrain
