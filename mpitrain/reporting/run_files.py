@@ -13,6 +13,7 @@ from typing import Any
 from mpitrain.errors import UsageError
 from mpitrain.reporting.rows import METRICS_FILE, SETTINGS, Row, kind_of, metrics_in
 from mpitrain.reporting.traced_time import TracedTime, read_traces
+from mpitrain.system.files.folders import check_readable
 from mpitrain.system.files.run_directory import RUN_FILE, read_json
 
 _USUAL = {"progress", "validation", "end", "start", "checkpoint"}
@@ -87,6 +88,7 @@ def read_runs(folders: list[Path]) -> list[RunFiles]:
 
 def _runs_in(folder: Path) -> list[Path]:
     """The directory, or, where it holds no run itself, those in it that do, as a sweep has left them."""
+    check_readable(folder)
     if _holds_run(folder) or not folder.is_dir():
         return [folder]
     return sorted(one for one in folder.iterdir() if one.is_dir() and _holds_run(one)) or [folder]

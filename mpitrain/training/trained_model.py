@@ -18,6 +18,7 @@ from mpitrain.errors import EXIT_ERROR, EXIT_REQUEUE, UsageError
 from mpitrain.job import Job
 from mpitrain.model.gradient.user_code import check_module
 from mpitrain.options import settings_of
+from mpitrain.system.files.folders import check_readable
 from mpitrain.system.files.run_directory import RUN_FILE, read_json
 from mpitrain.training.ensembles.saved import holds_ensemble, load_ensemble
 from mpitrain.training.job_file import load_job
@@ -63,6 +64,7 @@ def load_with_job(
     if which not in FILES:
         raise UsageError(f"mpitrain.load: which={which!r}{nearest(which, list(FILES))}")
     folder = Path(run_dir["run_dir"] if isinstance(run_dir, Mapping) else run_dir)
+    check_readable(folder)
     if holds_ensemble(folder):
         if which != "last":
             raise UsageError(f"{folder} is an ensemble, which has one model: leave out which={which!r}")

@@ -2,10 +2,14 @@
 
 import os
 import stat
+from pathlib import Path
 
+import pytest
 import torch
 
 from mpitrain.checkpoint.parts import folder_of, write_part
+from mpitrain.cli.main import main
+from mpitrain.errors import UsageError
 from mpitrain.reporting.report import Report, Reported
 from mpitrain.system.files.folders import make_private
 from mpitrain.system.files.run_directory import Identity
@@ -54,3 +58,29 @@ def test_the_names_of_new_folders_survive_a_power_cut(tmp_path, monkeypatch):
     assert synced == [str(tmp_path), str(run), str(run / "checkpoints")]
     make_private(run, "checkpoints", "000000000008")
     assert len(synced) == 3
+
+
+def test_the_umask_says_who_may_read_where_it_is_asked_to(tmp_path, monkeypatch):
+    monkeypatch.setenv("MPITRAIN_RUN_FOLDERS", "umask")
+    before = os.umask(0o027)
+    try:
+        made = make_private(tmp_path / "run", "checkpoints")
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "run") == mode(made) == 0o750
+    monkeypatch.setenv("MPITRAIN_RUN_FOLDERS", "group")
+    with pytest.raises(
+        UsageError, match="MPITRAIN_RUN_FOLDERS=group is not known; set it to private or umask"
+    ):
+        make_private(tmp_path / "other")
+
+
+def test_a_run_that_one_may_not_read_is_told_in_one_line(tmp_path, monkeypatch, capsys):
+    """Root may read everything."""
+    run = make_private(tmp_path / "run")
+    monkeypatch.setattr(os, "access", lambda path, asked: Path(path) != run)
+    for words in (["report", str(run)], ["export", str(run), "--fp16", "-o", str(tmp_path / "m.pt2")]):
+        assert main(words) == 2
+        told = capsys.readouterr().err
+        assert f"{run} may not be read by you" in told and "MPITRAIN_RUN_FOLDERS=umask" in told, told
+        assert len(told.splitlines()) == 1
