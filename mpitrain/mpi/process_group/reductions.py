@@ -95,11 +95,10 @@ class Reductions(GroupBase):
         """An allreduce among one: nothing travels, and a device tensor does not leave its device."""
         self._check_member("allreduce")
         check_writable("allreduce", tensors)
-        work = MpiWork(
-            self._engine, "allreduce", tensors, self._limit(opts), profiled.begin("allreduce", tensors)
-        )
-        for tensor in tensors:
-            reduction = Reduction.of(tensor.dtype, opts)
+        wanted = [Reduction.of(tensor.dtype, opts) for tensor in tensors]
+        span = profiled.begin("allreduce", tensors)
+        work = MpiWork(self._engine, "allreduce", tensors, self._limit(opts), span)
+        for tensor, reduction in zip(tensors, wanted, strict=True):
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 reduction.before(tensor)
                 reduction.after(tensor, 1)
