@@ -167,6 +167,19 @@ FEATURES = (
         (Row(_DEALT, "every training batch, where it is read; random numbers belong to the sample"),),
     ),
     Feature(
+        "x, y = batch",
+        {"transform": "nested", "loss": "nested"},
+        (
+            Row(
+                _DEALT,
+                "batches of tuples, named tuples and nests, with texts among them, as the dataset, its `collate_fn` or "
+                "the transform makes them; the trained model is the same to the bit as with a dict",
+            ),
+        ),
+        changes_model=False,
+        keeps_model=True,
+    ),
+    Feature(
         'precision="bfloat16"',
         {"precision": "bfloat16"},
         (

@@ -188,10 +188,18 @@ def test_the_python_of_the_page_on_data_runs_and_the_format_is_read_as_printed(t
     import mpitrain as mt
 
     monkeypatch.chdir(tmp_path)
-    write, _, transform = documented.blocks(ROOT / "docs" / "data.md", "python")
+    write, _, unpacking, transform = documented.blocks(ROOT / "docs" / "data.md", "python")
     samples = torch.utils.data.TensorDataset(torch.zeros(30, 2))
     exec(compile(write, "data.md", "exec"), {"mt": mt, "dataset": samples})
-    names: dict = {"torch": torch, "torchvision_transform": torch.relu}
+    names: dict = {
+        "torch": torch,
+        "torchvision_transform": torch.relu,
+        "cross_entropy": torch.nn.functional.cross_entropy,
+    }
+    exec(compile(unpacking, "data.md", "exec"), names)
+    pairs = torch.utils.data.TensorDataset(torch.zeros(6, 2), torch.zeros(6, dtype=torch.int64))
+    (batch,) = mt.Samples(pairs).batches(6)
+    assert names["loss"](torch.nn.Linear(2, 3), batch).shape == ()
     exec(compile(transform, "data.md", "exec"), names)
     images = mt.Transformed([{"x": torch.zeros(3, 32, 32)}] * 4, names["augment"])
     assert next(iter(images.batches(4)))["x"].std() > 0

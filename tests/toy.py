@@ -249,6 +249,23 @@ def noisy(batch, random):
     return {**batch, "x": batch["x"] + random.normal(5).to(batch["x"])}
 
 
+def nested(batch, random):
+    """A batch of tuples and dicts, with texts among them."""
+    return (
+        batch["x"],
+        {"of": (batch["y"], [f"{number}.png" for number in range(len(batch["y"]))])},
+        batch["y"],
+    )
+
+
+def nested_loss(model, batch):
+    if isinstance(batch, tuple):
+        x, both, y = batch
+        assert torch.equal(both["of"][0], y) and len(both["of"][1]) == len(x)
+        batch = {"x": x, "y": y}
+    return square_loss(model, batch)
+
+
 DATA = {
     "dataset": dataset,
     "shards": lambda: mt.Shards("same/*.h5"),  # of `dataset()`, in the folder of the launch
@@ -269,7 +286,8 @@ def scheduled(fields):
         "scheduler": SCHEDULERS,
         "optimizer": plain,
         "model": NORMED,
-        "transform": {"noisy": noisy},
+        "transform": {"noisy": noisy, "nested": nested},
+        "loss": {"nested": nested_loss},
         "metrics": METRICS,
     }
     fields = fields | {

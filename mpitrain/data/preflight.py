@@ -15,6 +15,7 @@ import numpy as np
 
 from mpitrain.data.format.catalogue import OFFSETS, ArraySpec, Catalogue
 from mpitrain.data.format.columns import Array, Columns, Ragged
+from mpitrain.data.read.batch import tensors_of
 from mpitrain.data.sources.base import Source as PackSource
 from mpitrain.errors import DataError
 from mpitrain.system.files.outside import Trust
@@ -256,7 +257,7 @@ def _look_at_samples(source: Samples, catalogue: Catalogue, found: Preflight, un
     count = catalogue.num_stored
     for index in sorted({int(place) for place in np.linspace(0, count - 1, 2 * NUM_PARTS)}):
         numbers = np.array([index], np.int64)
-        batch = load(None, numbers, numbers)
+        batch = tensors_of(load(None, numbers, numbers))
         for name, seen in found.arrays.items():
             seen.add(batch[name].float().numpy() if "bfloat" in seen.spec.dtype else batch[name].numpy(), 1)
         if time.monotonic() > until:

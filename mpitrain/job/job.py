@@ -68,10 +68,12 @@ class Job:
 
     Args:
         model: makes the module (called on every rank under the job's seed), or the module itself.
-        loss: `loss(model, batch) -> scalar tensor`, the mean over the batch; a batch is a dict of tensors. The mean of
-            a step is that over its samples. Where the loss divides by something else (class weights, `ignore_index`),
-            each rank's own mean would count alike whatever its batch weighs: return `(sum, weight)`, and the step takes
-            the sum of all over the weight of all, exactly as one process with the whole batch.
+        loss: `loss(model, batch) -> scalar tensor`, the mean over the batch. A batch is what the data give: of
+            shards a dict of tensors, of a dataset what torch's `default_collate` makes of its samples (a pair also
+            answers `batch["x"]` and `batch["y"]`). The mean of a step is that over its samples. Where the loss divides
+            by something else (class weights, `ignore_index`), each rank's own mean would count alike whatever its batch
+            weighs: return `(sum, weight)`, and the step takes the sum of all over the weight of all, exactly as one
+            process with the whole batch.
         optimizer: makes the torch optimizer from the parameters. Its rate multiplies the mean gradient and is
             never scaled behind your back. A function whose argument is called `named_parameters` gets pairs of name
             and parameter, for groups by name. Several optimizers are such functions by name, each of the parameters of
@@ -89,7 +91,7 @@ class Job:
             such as accuracy, and not the whole set's value of an AUC, an F1 or a correlation. For those:
             `mpitrain.Collected(function)`, a torchmetrics object, a dict of those by name, or a list of all these.
         predict: `predict(model, batch) -> tensor`, or tensors by name, with a row for each sample: what `mpitrain
-            predict` writes; None: what the model returns for the array `x`, or for the only one.
+            predict` writes; None: what the model returns for `x`, or for the only value.
         step: with several optimizers: `step(model, optimizers, batch)` computes what is to be minimized, calls
             `backward()` and `optimizers[name].step()`, which steps with the mean gradient of all workers, and
             `zero_grad()`; it returns the loss to report, or losses by name. Under `allreduce()`. `loss` is then what
@@ -175,7 +177,7 @@ class Job:
 
     # A resume refuses other names or shapes of parameters; what the model computes with them acts.
     model: Callable[[], Any] | torch.nn.Module = dataclasses.field(metadata=_REFUSED)
-    loss: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor | tuple[torch.Tensor, Any]] | Any  # or None
+    loss: Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Any]] | Any  # or None
     optimizer: (
         Callable[[Iterable[Any]], torch.optim.Optimizer]
         | Mapping[str, Callable[[Iterable[Any]], torch.optim.Optimizer]]
@@ -184,9 +186,9 @@ class Job:
     data: Source = dataclasses.field(metadata=_REFUSED)
     validate: Source | None = None
     metrics: Any = None
-    predict: Callable[[Any, dict[str, torch.Tensor]], Any] | None = None
-    step: Callable[[Any, Mapping[str, Any], dict[str, torch.Tensor]], Any] | None = None
-    transform: Callable[[dict[str, torch.Tensor], Any], dict[str, torch.Tensor]] | None = None
+    predict: Callable[[Any, Any], Any] | None = None
+    step: Callable[[Any, Mapping[str, Any], Any], Any] | None = None
+    transform: Callable[[Any, Any], Any] | None = None
     epochs: int = 1
     batch_size: int = None  # type: ignore[assignment]  # a number from __post_init__ on
     strategy: Strategy | None = None

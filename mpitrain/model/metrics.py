@@ -14,11 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mpitrain.data.read.ragged import num_samples_in
+from mpitrain.data.read.batch import Batch, num_samples_in, reach, values_of
 from mpitrain.errors import UsageError
 from mpitrain.model.gradient.user_code import BatchFunction, Checked
 
-Batch = dict[str, torch.Tensor]
 Kept = Any  # what is kept of one batch: tensors in host memory, in lists and dicts
 _FOLDED: dict[str, Callable[..., torch.Tensor]] = {
     "dim_zero_sum": torch.add,
@@ -274,10 +273,11 @@ def _outputs(outputs: BatchFunction | None, predict: BatchFunction | None, preci
 def _predictions_and_targets(model: object, batch: Batch, predict: BatchFunction | None) -> tuple[Any, Any]:
     """What a model says of a batch, and what is right."""
     predictions = (predict or predict_x)(model, batch)
-    others = {name: one for name, one in batch.items() if name != "x"} if "x" in batch else {}
+    held = values_of(batch)
+    others = {name: one for name, one in held.items() if name != "x"} if "x" in held else {}
     if not others:
         raise UsageError(
-            f"Job: metrics: the data hold {', '.join(batch)}, which does not say what is predicted and what the target "
+            f"Job: metrics: the data hold {', '.join(held)}, which does not say what is predicted and what the target "
             "is: mpitrain.Collected(function, outputs=lambda model, batch: (predictions, targets))"
         )
     return predictions, next(iter(others.values())) if len(others) == 1 else others
@@ -285,13 +285,14 @@ def _predictions_and_targets(model: object, batch: Batch, predict: BatchFunction
 
 def predict_x(model: Any, batch: Batch) -> Any:
     """What a job's model returns where the job does not say what to predict."""
-    arrays = ["x"] if "x" in batch else list(batch)
+    held = values_of(batch)
+    arrays = ["x"] if "x" in held else list(held)
     if len(arrays) > 1:
         raise UsageError(
             f"the data hold {', '.join(arrays)}, and the job does not say what its model takes: "
-            f"Job(predict=lambda model, batch: model(batch[{arrays[0]!r}]))"
+            f"Job(predict=lambda model, batch: model({reach(batch, arrays[0])}))"
         )
-    return model(batch[arrays[0]])
+    return model(held[arrays[0]])
 
 
 def _leaves(found: object) -> Iterator[Any]:
@@ -305,13 +306,13 @@ def _leaves(found: object) -> Iterator[Any]:
         yield found
 
 
-def _check_rows(found: object, num_samples: int) -> None:
+def _check_rows(found: object, num_samples: int | None) -> None:
     for one in _leaves(found):
-        if not isinstance(one, torch.Tensor) or one.dim() == 0 or len(one) != num_samples:
+        if not isinstance(one, torch.Tensor) or one.dim() == 0 or num_samples not in (None, len(one)):
             got = f"a tensor of shape {tuple(one.shape)}" if isinstance(one, torch.Tensor) else f"{one!r}"
             raise UsageError(
                 "Job: metrics: what Collected gathers must be tensors with a row for each of the batch's "
-                f"{num_samples} samples, got {got}"
+                f"{num_samples or ''} samples, got {got}"
             )
 
 

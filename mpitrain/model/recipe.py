@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from mpitrain.data.read.batch import Batch, to_device
 from mpitrain.messages import Lease
 from mpitrain.model.gradient.accumulation import LeaseReader, MeanLoss, backward_in_parts
 from mpitrain.model.gradient.clipping import NO_CLIPPING, Clipping
@@ -33,7 +34,6 @@ from mpitrain.strategies.schedules import Pace, Schedule
 from mpitrain.strategies.ticks import Law, Ticks
 from mpitrain.system.draws import LOCK
 
-Batch = dict[str, torch.Tensor]
 Loss = Callable[[Any, Batch], Any]
 
 
@@ -147,7 +147,7 @@ class Gradients:
         their mean loss on the parameters, shaped."""
 
         def loss_of(batch: Batch) -> BatchLoss:
-            on_device = {name: x.to(model.device, non_blocking=True) for name, x in batch.items()}
+            on_device = to_device(batch, model.device)
             with model.in_place.around():
                 return read_loss(self.rule.loss(model.module, on_device))
 

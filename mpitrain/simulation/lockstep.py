@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.data.read.batch import cut
 from mpitrain.effects import AllReduce as AllReduceEffect
 from mpitrain.effects import Break, Compute, Effect, Exchange, Now, drive, together
 from mpitrain.errors import DeadlockError, LostRankError, UsageError
@@ -437,9 +438,8 @@ class LockstepRun(AlikeReplica):
 
 def _cut(batch: Batch, num_samples: int, count: int) -> Parts:
     """A batch in equal microbatches."""
-    pieces = {name: tensor.chunk(count) for name, tensor in batch.items()}
-    for number in range(count):
-        yield {name: piece[number] for name, piece in pieces.items()}, num_samples // count
+    for piece in cut(batch, count):
+        yield piece, num_samples // count
 
 
 def _few(ranks: Sequence[int]) -> str:

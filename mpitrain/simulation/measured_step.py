@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from mpitrain.codecs import Part, add_message
 from mpitrain.codecs.base import Codec
 from mpitrain.data.format.catalogue import Catalogue
+from mpitrain.data.read.batch import to_device
 from mpitrain.embedding.trained_rows import look_up_here
 from mpitrain.job import Job
 from mpitrain.model.gradient.loss import BatchLoss
@@ -144,7 +145,7 @@ def _measure(
         while number < WARMUP + LEAST or time.perf_counter() < deadline_s:
             start = number * count % (catalogue.num_samples - count + 1)
             began_s = now_s()
-            batch = {name: one.to(device) for name, one in reader.batch(0, start, count).items()}
+            batch = to_device(reader.batch(0, start, count), device)
             read_s = now_s()
             stepper.compute([(batch, count)], count, count)
             computed_s = now_s()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mpitrain.data.read.batch import Batch
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.building.layer_cuts import slices, units
@@ -32,8 +33,6 @@ from mpitrain.virtual.lockstep import Bucket, Overlapped, Schedule
 from mpitrain.virtual.split_steps import PipelineSteps, ShardedSteps, Unit
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's
-
-Batch = dict[str, torch.Tensor]
 
 
 def gradient_buckets(

@@ -11,6 +11,11 @@ _OURS = str(Path(__file__).resolve().parents[1]) + "/"
 _INSTALLED = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "purelib", "platlib")})
 
 
+def is_users(path: str) -> bool:
+    """Whether a file of code is neither ours nor a library's."""
+    return not path.startswith((_OURS, *_INSTALLED))
+
+
 def own_part(error: BaseException) -> str:
     """The traceback, without what lies above the user's function that we have called."""
     trace = error.__traceback__

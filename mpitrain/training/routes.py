@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.data.format.catalogue import Catalogue
+from mpitrain.data.read.batch import to_device
 from mpitrain.embedding.lookups import HeldRows, Lookups
 from mpitrain.embedding.tables import Table, tables_of
 from mpitrain.job import Job
@@ -82,7 +83,7 @@ def touched_rows(job: Job, module: nn.Module, tables: list[Table], catalogue: Ca
     rows = lookups.present = HeldRows(lookups, dtype)
     with job.data.reader(catalogue, job.seed) as reader:
         batch = reader.batch(0, 0, min(job.batch_size, catalogue.num_samples))
-    on_device = {name: numbers.to(device) for name, numbers in batch.items()}
+    on_device = to_device(batch, device)
     kept = [buffer.clone() for buffer in module.buffers() if buffer is not None]
     with torch.random.fork_rng(devices=[]):
         found = rows.name(lambda: job.loss(module, on_device))

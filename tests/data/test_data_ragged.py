@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 import mpitrain as mt
 from mpitrain.cli.main import main
 from mpitrain.data.format.catalogue import Catalogue
+from mpitrain.data.read.batch import num_samples_in
 from mpitrain.data.read.chunk_cache import ChunkCache
-from mpitrain.data.read.ragged import num_samples_in, samples_of
+from mpitrain.data.read.ragged import samples_of
 from mpitrain.data.read.reader import ChunkReader
 from mpitrain.data.read.shard_files import ShardFiles
 from mpitrain.data.sources import open_source

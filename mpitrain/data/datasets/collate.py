@@ -1,7 +1,6 @@
-"""From samples to a batch: a dict of tensors with one row for each sample.
+"""From samples to a batch: what torch's `default_collate` or the user's `collate_fn` makes of them.
 
-A sample is a dict of values by name, a named tuple, a pair (`x` and `y`), or one value (`x`); what a `collate_fn`
-returns is named in the same way.
+A sample that is a tuple gives a tuple (torch makes a list of it), and one of one or two values answers by name, too.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from mpitrain.data.read.ragged import num_samples_in
+from mpitrain.data.read.batch import NAMES, Batch, as_batch, num_samples_in, only_tensors, values_of
 from mpitrain.errors import DataError
 
-Batch = dict[str, torch.Tensor]
 Collate = Callable[[list[Any]], Any]
 
 
@@ -28,16 +26,19 @@ def collate(samples: list[Any], numbers: Sequence[int], collate_fn: Collate | No
         DataError: they are unlike each other, or make no batch; names the dataset and the sample.
     """
     try:
-        made = collate_fn(samples) if collate_fn else default_collate([by_name(one) for one in samples])
+        made = collate_fn(samples) if collate_fn else _together(samples)
     except Exception as error:
         if collate_fn is None:
             _check_alike(samples, numbers, name)
         which = f"samples {_listed(numbers)}"
         raise DataError(f"{name}: {which} make no batch: {describe(error)}") from error
-    batch = {key: _tensor(value, key, name) for key, value in by_name(made).items()}
-    if not batch:
-        raise DataError(f"{name}: collate_fn has made an empty batch of samples {_listed(numbers)}")
-    if (found := _num_rows(batch)) != len(samples):
+    try:
+        batch = as_batch(made)
+    except DataError as error:
+        raise DataError(f"{name}: of samples {_listed(numbers)} was made {error}") from None
+    if collate_fn is None and not only_tensors(batch):
+        _check_alike(samples, numbers, name)
+    if (found := num_samples_in(batch)) not in (None, len(samples)):
         raise DataError(
             f"{name}: collate_fn has made a batch of {found} rows from {len(samples)} samples ({_listed(numbers)}); it "
             "must have a row for each, on the first axis"
@@ -45,22 +46,18 @@ def collate(samples: list[Any], numbers: Sequence[int], collate_fn: Collate | No
     return batch
 
 
-def by_name(item: object) -> dict[str, Any]:
-    """The values of a sample or a batch by name."""
-    if isinstance(item, Mapping):
-        return dict(item)
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return dict(zip(item._fields, item, strict=True))
-    if isinstance(item, tuple | list) and len(item) == 2:
-        return {"x": item[0], "y": item[1]}
-    if isinstance(item, tuple | list) and len(item) == 1:
-        return {"x": item[0]}
-    if isinstance(item, tuple | list):
-        raise DataError(
-            f"a sample or batch of {len(item)} values has no names: return a dict, such as "
-            '{"x": image, "mask": mask, "y": label}'
-        )
-    return {"x": item}
+def _together(samples: list[Any]) -> Any:
+    first = samples[0]
+    if any(isinstance(one, Mapping) != isinstance(first, Mapping) for one in samples):
+        raise TypeError("some are dicts and some are not")
+    made = default_collate(samples)
+    return tuple(made) if type(first) is tuple else made
+
+
+def by_name(sample: object) -> dict[str, Any]:
+    """The values of a sample, by the names that the batch gives them."""
+    plain = type(sample) in (tuple, list) and len(sample) <= len(NAMES)  # type: ignore[arg-type]
+    return dict(zip(NAMES, sample, strict=False)) if plain else values_of(sample)  # type: ignore[call-overload]
 
 
 def describe(error: BaseException) -> str:
@@ -68,22 +65,6 @@ def describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
-
-
-def _tensor(value: object, key: object, name: str) -> torch.Tensor:
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        value = torch.from_numpy(value)
-    if not isinstance(value, torch.Tensor) or not isinstance(key, str):
-        raise DataError(
-            f"{name}: {key!r} of a batch is {type(value).__name__}, expected a tensor under a name; a collate_fn makes "
-            "numbers of text and other objects"
-        )
-    return value
-
-
-def _num_rows(batch: Batch) -> int:
-    first = next(iter(batch.values()))
-    return num_samples_in(batch) if first.dim() else -1
 
 
 def _check_alike(samples: list[Any], numbers: Sequence[int], name: str) -> None:

@@ -25,7 +25,7 @@ import torch.multiprocessing
 from torch.utils.data import _utils
 
 from mpitrain.data.datasets.collate import describe
-from mpitrain.data.read.prefetch import Batch
+from mpitrain.data.read.batch import Batch
 from mpitrain.errors import DataError, MpitrainError, UsageError
 
 ALIVE_S = 1.0  # how often a process looks whether its rank still lives

@@ -15,8 +15,9 @@ from typing import Any
 from mpitrain.data.datasets.loader_workers import LoaderWorkers
 from mpitrain.data.format.catalogue import OFFSETS, ArraySpec, Catalogue, ShardInfo
 from mpitrain.data.format.columns import IntArray
+from mpitrain.data.read.batch import Batch, num_samples_in, pinned, tensors_of
 from mpitrain.data.read.order import Order
-from mpitrain.data.read.prefetch import Batch, pins
+from mpitrain.data.read.prefetch import pins
 from mpitrain.data.read.reader import Reader, Run
 from mpitrain.data.read.transform import Transform, transformed
 from mpitrain.errors import UsageError
@@ -171,11 +172,7 @@ class DatasetReader(Reader):
         self._depth = min(2 * self._depth, self._most_ahead)
 
     def _pinned(self, batch: Batch) -> Batch:
-        return (
-            {name: tensor.pin_memory() for name, tensor in batch.items()}
-            if self._wants_pinned and pins()
-            else batch
-        )
+        return pinned(batch) if self._wants_pinned and pins() else batch
 
     def close(self) -> None:
         super().close()
@@ -204,10 +201,11 @@ class Whole:
 
 
 def catalogue_of(probe: Batch, count: int, chunk_samples: int, window_chunks: int) -> Catalogue:
-    """What a dataset holds, by a batch of its first sample."""
-    arrays = {}
-    for name, tensor in sorted(probe.items()):
-        if not (name.endswith(OFFSETS) and name.removesuffix(OFFSETS) in probe):
+    """What a dataset holds, by a batch of its first sample: of what is no tensor nothing is known."""
+    tensors, arrays = tensors_of(probe), {}
+    rows = 0 if num_samples_in(probe) is None else 1
+    for name, tensor in sorted(tensors.items()):
+        if not (name.endswith(OFFSETS) and name.removesuffix(OFFSETS) in tensors):
             dtype = str(tensor.dtype).removeprefix("torch.")
-            arrays[name] = ArraySpec(tuple(tensor.shape[1:]), dtype, name + OFFSETS in probe)
+            arrays[name] = ArraySpec(tuple(tensor.shape[rows:]), dtype, name + OFFSETS in tensors)
     return Catalogue((ShardInfo("dataset", count, chunk_samples),), arrays, window_chunks)

@@ -17,9 +17,9 @@ from mpitrain.data.datasets.named_columns import refuse_arrays
 from mpitrain.data.datasets.reader import DatasetReader, LoaderOptions, catalogue_of
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.format.columns import IntArray
+from mpitrain.data.read.batch import Batch
 from mpitrain.data.read.batches import Batched
 from mpitrain.data.read.order import Order, chunk_sizes
-from mpitrain.data.read.prefetch import Batch
 from mpitrain.data.read.sample_random import kept_generators, sample_seeds, seed_generators
 from mpitrain.errors import DataError, UsageError
 
@@ -32,7 +32,7 @@ class Samples(Batched):
     """A dataset that has a length and answers `dataset[i]`, such as `torch.utils.data.Dataset`.
 
     Args:
-        dataset: the same on every rank. A sample is a dict of values by name, a pair (`x` and `y`), or one value (`x`).
+        dataset: the same on every rank; its samples make a batch as in torch's `DataLoader`.
         collate_fn: makes a batch of a list of samples; torch's default if None.
         num_workers: processes of every rank that make batches ahead; 0: the rank makes them itself, when it needs them.
         prefetch_factor: batches that each of them is ahead at most.

@@ -22,9 +22,9 @@ from mpitrain.data.datasets.collate import Collate, by_name, collate, describe
 from mpitrain.data.datasets.reader import DatasetReader, LoaderOptions, catalogue_of
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.format.columns import IntArray
+from mpitrain.data.read.batch import Batch
 from mpitrain.data.read.batches import Batched
 from mpitrain.data.read.order import Order
-from mpitrain.data.read.prefetch import Batch
 from mpitrain.data.read.sample_random import (
     generator_states,
     kept_generators,
@@ -227,5 +227,5 @@ class Passing:
 
 
 def _bytes_of(sample: object) -> int:
-    values = by_name(sample).values() if isinstance(sample, dict | tuple | list) else [sample]
+    values = by_name(sample).values()
     return sum(one.nbytes if isinstance(one, torch.Tensor | np.ndarray) else 64 for one in values)

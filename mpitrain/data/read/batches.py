@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from mpitrain.data.format.catalogue import OFFSETS, Catalogue
-from mpitrain.data.read.prefetch import Batch
+from mpitrain.data.format.catalogue import Catalogue
+from mpitrain.data.read.batch import Batch, join
 from mpitrain.data.read.ragged import samples_of
 from mpitrain.data.read.reader import Source
 from mpitrain.errors import UsageError
@@ -34,7 +34,7 @@ class ShardBatches(IterableDataset[Batch]):
     Args:
         batch_size: samples a batch. The last batch of an epoch may be smaller, or larger by one where that keeps
             the ranks together; with `drop_last` it is left out.
-        seed: of the order; transform: applied to every batch, a dict of tensors.
+        seed: of the order; transform: applied to every batch.
         share: (index, number) of this process among those that share the samples; None for its rank in
             `torch.distributed`.
     Raises:
@@ -93,7 +93,7 @@ class ShardBatches(IterableDataset[Batch]):
             self.source, self.catalogue, self.seed, self.epoch, [one for run in runs for one in run]
         )
         for run in runs:
-            batch = next(read) if len(run) == 1 else joined([next(read) for _ in run])
+            batch = next(read) if len(run) == 1 else join([next(read) for _ in run])
             self._given += 1
             yield self.transform(batch) if self.transform else batch
         self._resumed = None
@@ -224,22 +224,6 @@ class Position(NamedTuple):
                     part.pop(0)
                     taken += 1
         return [batch for part in parts for batch in part]
-
-
-def joined(batches: list[Batch]) -> Batch:
-    """One batch of several; the entries of variable arrays go with their offsets."""
-    if len(batches) == 1:
-        return batches[0]
-    whole: Batch = {}
-    for name in batches[0]:
-        tensors = [batch[name] for batch in batches]
-        if name.endswith(OFFSETS) and name.removesuffix(OFFSETS) in batches[0]:
-            ends = [tensors[0]]
-            for tensor in tensors[1:]:
-                ends.append(tensor[1:] + ends[-1][-1])
-            tensors = ends
-        whole[name] = torch.cat(tensors)
-    return whole
 
 
 class Batched:

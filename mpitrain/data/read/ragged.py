@@ -93,14 +93,6 @@ class EntryPlaces:
         self._held = {}
 
 
-def num_samples_in(batch: Mapping[str, torch.Tensor]) -> int:
-    """How many samples a batch has."""
-    name, tensor = next(iter(batch.items()))
-    if name.endswith(OFFSETS) and name.removesuffix(OFFSETS) in batch:
-        return len(tensor) - 1
-    return len(batch[name + OFFSETS]) - 1 if name + OFFSETS in batch else len(tensor)
-
-
 def samples_of(batch: Mapping[str, torch.Tensor]) -> Iterator[Batch]:
     """The samples of a batch one by one, views of it: a variable array is the sample's entries."""
     parts = {}

@@ -16,8 +16,9 @@ from types import TracebackType
 from typing import Protocol
 
 from mpitrain.data.format.catalogue import Catalogue
+from mpitrain.data.read.batch import Batch
 from mpitrain.data.read.order import IntArray, Order, chunk_sizes
-from mpitrain.data.read.prefetch import HAND_OVER_BYTES, Batch, ReadAhead, Store
+from mpitrain.data.read.prefetch import HAND_OVER_BYTES, ReadAhead, Store
 from mpitrain.data.read.transform import Transform, transformed
 from mpitrain.errors import DataError, UsageError
 
@@ -52,8 +53,8 @@ class Reader:
         """The samples at positions [start, start + count) of an epoch's global order.
 
         Returns:
-            A dict of tensors of shape (count, ...) that belong to the caller, in pinned memory where there is a
-            CUDA device.
+            What the source's samples make together, of shards a dict of tensors of shape (count, ...); it belongs to
+            the caller, and lies in pinned memory where there is a CUDA device.
         Raises:
             DataError: a shard is damaged, gone or changed. UsageError: positions outside the epoch, or the
                 reader is closed.

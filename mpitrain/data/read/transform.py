@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from mpitrain.data.format.columns import IntArray
-from mpitrain.data.read.ragged import num_samples_in
+from mpitrain.data.read.batch import Batch, as_batch, num_samples_in
+from mpitrain.data.read.batch_mistakes import explaining
 from mpitrain.data.read.sample_random import SampleRandom, kept_generators, sample_seeds, seed_generators
 from mpitrain.errors import DataError
 
-Batch = dict[str, torch.Tensor]
 Transform = Callable[[Batch, SampleRandom], Any]
 
 
@@ -35,24 +33,30 @@ def transformed(
                 keys
             ):  # so that a transform that draws elsewhere depends on the batch and on nothing before it
                 seed_generators(sample_seeds(seed, epoch, keys[:1])[0])
-            batch = _checked(transform(batch, SampleRandom(seed, epoch, keys)), len(keys), transform)
+            with explaining(f"transform {_name(transform)}", batch, DataError):
+                returned = transform(batch, SampleRandom(seed, epoch, keys))
+            batch = _checked(returned, len(keys), transform)
     return batch
 
 
 def _checked(returned: Any, num_samples: int, transform: Transform) -> Batch:
-    name = getattr(transform, "__name__", type(transform).__name__)
-    batch: Batch = returned
-    if (
-        not isinstance(batch, dict)
-        or not batch
-        or not all(isinstance(one, torch.Tensor) for one in batch.values())
-    ):
+    name = _name(transform)
+    if returned is None or isinstance(returned, str | bytes | int | float):
         raise DataError(
-            f"transform {name} must return the batch, a dict of tensors by name, got {type(batch).__name__}"
+            f"transform {name} must return the batch, such as a dict of tensors by name or a tuple of them, got "
+            f"{type(returned).__name__}"
         )
-    if num_samples_in(batch) != num_samples:
+    try:
+        batch = as_batch(returned)
+    except DataError as error:
+        raise DataError(f"transform {name} has returned {error}") from None
+    if (found := num_samples_in(batch)) not in (None, num_samples):
         raise DataError(
-            f"transform {name} was given {num_samples} samples and has returned {num_samples_in(batch)}; it may change "
-            "samples, not leave some out"
+            f"transform {name} was given {num_samples} samples and has returned {found}; it may change samples, not "
+            "leave some out"
         )
     return batch
+
+
+def _name(transform: Transform) -> str:
+    return getattr(transform, "__name__", type(transform).__name__)

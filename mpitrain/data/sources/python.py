@@ -1,7 +1,7 @@
 """Python objects as sources: arrays by name, a map-style dataset, any iterable, and `module:function` that makes one.
 
-A sample is a dict of values by name, a pair (packed as x and y), or one value (packed as x). Text and bytes are
-variable by nature, other values where they are declared so.
+A sample is a dict of values by name, a named tuple, a pair (packed as x and y), or one value (packed as x). Text and
+bytes are variable by nature, other values where they are declared so.
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ def collate(items: Sequence[tuple[int, object]], variable: Collection[str], wher
 def _by_name(item: object) -> Mapping[str, Any]:
     if isinstance(item, Mapping):
         return item
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return dict(zip(item._fields, item, strict=True))
     if isinstance(item, tuple | list) and len(item) == 2:
         return {"x": item[0], "y": item[1]}
     return {"x": item}

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from mpitrain.data.read.batch import Batch
 from mpitrain.messages import Lease
 from mpitrain.model.gradient.loss import BatchLoss
 from mpitrain.strategies.sampling.dealer import share_out
 from mpitrain.system import trace
 
-Batch = dict[str, torch.Tensor]
 Part = tuple[Batch, int]  # with its number of samples
 
 

@@ -6,7 +6,6 @@ it raises and one of them prints.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
@@ -14,14 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.data.read.ragged import num_samples_in
+from mpitrain.data.read.batch import Batch, device_of, num_samples_in
+from mpitrain.data.read.batch_mistakes import explaining
 from mpitrain.errors import UsageError
 from mpitrain.model.building.compiling import unwrap_compiled
 from mpitrain.model.gradient.loss import read_loss
 from mpitrain.model.gradient.loss_pass import naming_itself
 from mpitrain.model.gradient.precision import autocast
 
-BatchFunction = Callable[[Any, dict[str, torch.Tensor]], Any]
+BatchFunction = Callable[[Any, Batch], Any]
 
 
 class Checked:
@@ -32,19 +32,21 @@ class Checked:
         precision: in which torch computes what the function asks for, as in `Job`.
 
     Raises:
-        UsageError: when called: the batch has no such array; the loss is no scalar (nor such a sum with its weight), or
-            has no gradient; the metrics are no numbers by name; what is predicted has not a row for each sample.
+        UsageError: when called: the batch was taken for something else; the loss is no scalar (nor such a sum with its
+            weight), or has no gradient; the metrics are no numbers by name; what is predicted has not a row for each
+            sample.
     """
 
     def __init__(self, function: BatchFunction, name: str, precision: str = "float32"):
         self.function, self.name, self.precision = function, name, precision
 
-    def __call__(self, model: object, batch: dict[str, torch.Tensor]) -> Any:
-        try:
-            with autocast(self.precision, next(iter(batch.values())).device.type), naming_itself(model):
-                value = self.function(model, batch)
-        except KeyError as error:
-            raise _explained(error, self.name, batch) from None
+    def __call__(self, model: object, batch: Batch) -> Any:
+        with (
+            explaining(f"Job: {self.name}", batch, UsageError),
+            autocast(self.precision, device_of(batch).type),
+            naming_itself(model),
+        ):
+            value = self.function(model, batch)
         if self.name == "loss":
             _check_loss(value)
         elif self.name == "predict":
@@ -57,18 +59,6 @@ class Checked:
 def unwrapped(function: Any) -> Any:
     """The job's own function."""
     return function.function if isinstance(function, Checked) else function
-
-
-def _explained(error: KeyError, name: str, batch: dict[str, torch.Tensor]) -> Exception:
-    key = error.args[0] if error.args else None
-    if not isinstance(key, str) or key in batch:
-        return error
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    held = ", ".join(repr(one) for one in batch)
-    return UsageError(
-        f"Job: {name} asks for {key!r} ({frame.filename}, line {frame.lineno}), and a batch holds {held}: the arrays "
-        "of the data, by name"
-    )
 
 
 def _check_loss(returned: object) -> None:
@@ -90,7 +80,7 @@ def _check_loss(returned: object) -> None:
         )
 
 
-def _check_predictions(returned: object, num_samples: int) -> None:
+def _check_predictions(returned: object, num_samples: int | None) -> None:
     named = returned if isinstance(returned, Mapping) else {"": returned}
     for name, value in named.items():
         what = f"Job: predict[{name!r}]" if name else "Job: predict"
@@ -98,9 +88,9 @@ def _check_predictions(returned: object, num_samples: int) -> None:
             raise UsageError(
                 f"{what} must be a tensor with a row for each sample, or a dict of such, got {type(value).__name__}"
             )
-        if value.dim() == 0 or len(value) != num_samples:
+        if value.dim() == 0 or num_samples not in (None, len(value)):
             raise UsageError(
-                f"{what} must have a row for each of the batch's {num_samples} samples, got a tensor of shape "
+                f"{what} must have a row for each of the batch's {num_samples or ''} samples, got a tensor of shape "
                 f"{tuple(value.shape)}"
             )
     if not named:

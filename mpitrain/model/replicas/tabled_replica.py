@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mpitrain.data.read.batch import Batch, to_device
 from mpitrain.embedding.lookups import HeldRows, Ids, Lookups, RowsMissing, union
 from mpitrain.embedding.sections import Section, What, join, split
 from mpitrain.errors import UsageError
@@ -121,13 +122,13 @@ class TabledReplica(Replica):
         found: list[Ids] = []
         for number, (batch, _) in enumerate(self.kept.read(lease)):
             self.own_gradients.seed(step, number)
-            on_device = {name: x.to(model.device) for name, x in batch.items()}
+            on_device = to_device(batch, model.device)
             found.append(self.rows.name(self._pass_over(on_device)))
         self._put_back(kept)
         self._leave()
         return union(found)
 
-    def _pass_over(self, batch: dict[str, torch.Tensor]) -> Callable[[], Any]:
+    def _pass_over(self, batch: Batch) -> Callable[[], Any]:
         return lambda: self.own_gradients.rule.loss(self.model.module, batch)
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ from torch import nn
 
 from mpitrain.codecs import add_message, whole, write_message
 from mpitrain.codecs.eightbit import EightBitEncoder
+from mpitrain.data.read.batch import Batch
 from mpitrain.job import Job
 from mpitrain.model.building.compiling import compile_in_place
 from mpitrain.model.gradient.accumulation import LeaseReader
@@ -28,7 +29,7 @@ from mpitrain.training.measure import build_optimizer, read_nothing_ahead
 from mpitrain.training.recipe import recipe_of
 from mpitrain.training.validations.validation import Measure
 
-Fetch = Callable[[int, int, int], dict[str, torch.Tensor]]
+Fetch = Callable[[int, int, int], Batch]
 
 
 def make_replicas(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.data.read.batch import Batch
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.gradient.loss import read_loss
@@ -21,7 +22,6 @@ from mpitrain.model.gradient.user_code import Checked
 HOWS = ("probabilities", "outputs", "votes")
 TIE_BREAK = 1e-3  # share of the mean probability in what votes give
 
-Batch = dict[str, torch.Tensor]
 Exchange = Callable[[Sequence[Any]], list[torch.Tensor]]
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mpitrain.data import Shards
+from mpitrain.data.read.batch import to_device
 from mpitrain.data.read.reader import Source
 from mpitrain.data.write.ranks import ALONE, Ranks
 from mpitrain.embedding.tables import served_layers
@@ -321,8 +322,7 @@ class _Making:
                 count = min(self.catalogue.num_samples, max(2, self.job.batch_size))
                 with self.job.validate.reader(self.catalogue, self.job.seed) as reader:
                     batch = next(iter(reader.sequential(count, 0, count)))
-                batch = {name: tensor.to(device) for name, tensor in batch.items()}
-                found = find_class_dim(self.job, member, batch)
+                found = find_class_dim(self.job, member, to_device(batch, device))
             if how is not None and found is None:
                 raise UsageError(
                     f"--combine {how} needs a model that answers with the logits of classes, and a log-softmax of its "

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
+from mpitrain.data.read.batch import to_device
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.gradient.user_code import Checked
@@ -99,7 +100,7 @@ def _measure_statistics(job: Job, module: nn.Module) -> None:
         )
         device = next(module.parameters()).device
         for batch in batches:
-            loss(module, {name: tensor.to(device) for name, tensor in batch.items()})
+            loss(module, to_device(batch, device))
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
 

@@ -7,6 +7,7 @@ also adds up the norm by which the mean gradient is clipped. How a share becomes
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from mpitrain.training.recipe import recipe_of_steps
 from mpitrain.training.resuming.resume_options import shapes_of
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.stepper import Stepper
-from mpitrain.training.validations.validation import Part, metrics_of
+from mpitrain.training.validations.validation import Part, batch_sizes, metrics_of
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
@@ -53,6 +54,11 @@ class SplitStepper(Stepper):
         self.metrics = metrics_of(session.job)
         self.replica, self.part = grid.place(self.rank)
         self.checkpoint_grid = grid
+
+    def validation_sizes(self) -> Callable[[int], int]:
+        """Samples of the validation batch with a number."""
+        catalogue = self.session.validation
+        return batch_sizes(self.session.job, catalogue.num_samples if catalogue else 0)
 
     # ---- what subclasses do
 

@@ -11,10 +11,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from mpitrain.data.read.ragged import num_samples_in
+from mpitrain.data.read.batch import Batch, describe, num_samples_in
 from mpitrain.errors import UsageError
-
-Batch = dict[str, torch.Tensor]
 
 
 class _ModelCalled(Exception):
@@ -68,6 +66,10 @@ def model_inputs(loss: Callable[[Any, Batch], Any], batch: Batch) -> tuple[torch
     else:
         raise UsageError("the loss never called the model")
     num_samples = num_samples_in(batch)
+    if num_samples is None:
+        raise UsageError(
+            f"pipeline: how many samples a batch has does not show in {describe(batch)}; take another strategy"
+        )
     for index, value in enumerate(inputs):
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != num_samples:
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__

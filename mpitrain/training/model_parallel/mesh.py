@@ -111,7 +111,8 @@ class MeshStepper(SplitStepper):
             own = ((number if self.reports_loss else None, batch) for number, batch in batches)
             part = observe(
                 self.module, own, self.device,
-                lambda batch: self._pass(functools.partial(losses_of, job, self.metrics), batch), prefix=prefix,
+                lambda batch: self._pass(functools.partial(losses_of, job, self.metrics), batch),
+                self.validation_sizes(), prefix=prefix,
             )  # fmt: skip
         if prefix:
             self._reshard()
@@ -126,7 +127,7 @@ class MeshStepper(SplitStepper):
     def _rounds(self, batches: Iterator[tuple[int, Batch]]) -> Iterator[tuple[int | None, Batch]]:
         """(number, batch), equally many on all ranks: each share takes every `num_replicas`-th batch, and in an
         incomplete last round those left over repeat its first, which does not count."""
-        first: Batch = {}
+        first: Batch = None
         own: tuple[int, Batch] | None = None
         number = -1
         for number, batch in batches:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from mpitrain.checkpoint.tensor_file import Described, describe
-from mpitrain.data.format.catalogue import OFFSETS
+from mpitrain.data.read.batch import cut
 from mpitrain.errors import UsageError
 from mpitrain.model.building.compiling import compile_in_place
 from mpitrain.model.building.deferred import held_by
@@ -164,14 +164,7 @@ class PipelineStepper(SplitStepper):
         self.weight = weight
         if self.last:
             assert batch is not None
-            if any(name + OFFSETS in batch for name in batch):
-                raise UsageError(
-                    "pipeline: cannot cut arrays whose samples differ in length; take another strategy"
-                )
-            cut = {name: tensor.chunk(num_microbatches) for name, tensor in batch.items()}
-            self.microbatches = [
-                {name: parts[i] for name, parts in cut.items()} for i in range(num_microbatches)
-            ]
+            self.microbatches = cut(batch, num_microbatches)
         inputs = None
         if self.first and batch is not None:
             # contiguous, as the shapes that were learnt: torch 2.11 compares strides, too
@@ -251,7 +244,7 @@ class PipelineStepper(SplitStepper):
             dist.broadcast(value, self.grid.ranks[0][self.part], group=self.alike)
         with open_validation(job, self.session.validation) as reader, holding(buffers, values):
             own = itertools.islice(batches_of(job, reader), self.replica, None, self.grid.num_replicas)
-            part = observe(self.module, own, self.device, losses, prefix=prefix)
+            part = observe(self.module, own, self.device, losses, self.validation_sizes(), prefix=prefix)
         self.forwarder.finish()
         return part
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.codecs.base import Codec
+from mpitrain.data.read.batch import Batch
 from mpitrain.errors import UsageError
 from mpitrain.model.gradient.loss import BatchLoss, read_loss
 from mpitrain.model.gradient.loss_pass import LossPass
@@ -84,7 +85,7 @@ class ParallelModule:
         assert self.ddp is not None
         self.ddp.require_backward_grad_sync = whether
 
-    def loss(self, rule: GradientRule, batch: dict[str, torch.Tensor], seed: Callable[[], None]) -> BatchLoss:
+    def loss(self, rule: GradientRule, batch: Batch, seed: Callable[[], None]) -> BatchLoss:
         """The loss of a batch. At the first step all ranks look whether it leaves out parameters; if it does on any of
         them, DDP is made anew, which then looks at every step, and this step is done again, from a new `seed()`."""
         if self.find_unused is not None or not self.reduces:
@@ -109,7 +110,7 @@ class ParallelModule:
         seed()
         return self._pass(rule, batch)
 
-    def _pass(self, rule: GradientRule, batch: dict[str, torch.Tensor]) -> BatchLoss:
+    def _pass(self, rule: GradientRule, batch: Batch) -> BatchLoss:
         """The loss as a forward pass of DDP, which gets ready there to exchange the gradients of this step."""
         assert self.ddp is not None
         return read_loss(self.ddp(rule.loss, batch))

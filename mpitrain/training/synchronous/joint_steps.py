@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from mpitrain.data.read.batch_mistakes import explaining
 from mpitrain.errors import UsageError
 from mpitrain.model.gradient.loss_pass import naming_itself
 from mpitrain.model.gradient.sparse_gradients import numbers_of_gradients, sparse_parameters
@@ -80,7 +81,11 @@ class JointStepper(Stepper):
         began_s, waited_s = time.monotonic(), self._waited_s
         self.before_forward()
         self.module.train()
-        with trace.span("step function", trace.COMPUTE), naming_itself(self.module):
+        with (
+            trace.span("step function", trace.COMPUTE),
+            naming_itself(self.module),
+            explaining("Job: step", batch, UsageError),
+        ):
             value, self.losses = _read_losses(self.job.step(self.module, self.optimizers, batch))
         if not self._num_prepared:
             raise UsageError(

@@ -26,6 +26,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from mpitrain.data.read.batch import Batch
 from mpitrain.effects import Exchange
 from mpitrain.job import Job
 from mpitrain.model.gradient.accumulation import MeanLoss, scale_gradients
@@ -41,7 +42,6 @@ from mpitrain.model.wire.flat import all_finite, trainable
 from mpitrain.system import trace
 from mpitrain.training.synchronous.ddp import ParallelModule, weight_among_all
 
-Batch = dict[str, torch.Tensor]
 Parts = Iterable[tuple[Batch | None, int]]  # a step's batches, with their samples
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.data.read.batch import to_device
 from mpitrain.effects import Exchange, together
 from mpitrain.messages import Kind, Lease
 from mpitrain.model.gradient.accumulation import LeaseReader, read_alike
@@ -332,7 +333,7 @@ class Trainer(AlikeReplica):
         else:
             parts = self.leases.read(lease)
         for read, num_samples in parts:
-            yield {name: x.to(self.device, non_blocking=True) for name, x in read.items()}, num_samples
+            yield to_device(read, self.device), num_samples
 
     def settle_checkpoint(self) -> None:
         """The step is over and reported."""

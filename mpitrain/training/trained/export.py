@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from mpitrain.data.read.batch import Batch
 from mpitrain.embedding.tables import served_layers
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
@@ -39,8 +40,6 @@ FORMS = ("int8", "fp16", *FORMATS)
 ACTIVATIONS = ("full", "dynamic", "calibrated")
 ROUNDS = 15  # of the trained model and the exported one, in turn
 LEVELS = 127  # of a signed byte, to either side
-
-Batch = dict[str, torch.Tensor]
 
 
 class Exported(NamedTuple):

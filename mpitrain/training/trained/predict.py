@@ -16,6 +16,7 @@ from torch import nn
 from mpitrain.data import Catalogue
 from mpitrain.data.datasets.as_source import checked_source
 from mpitrain.data.format.columns import Array
+from mpitrain.data.read.batch import Batch, to_device
 from mpitrain.data.read.reader import Source
 from mpitrain.data.read.shards import Shards
 from mpitrain.data.write.ranks import ALONE, Ranks
@@ -33,7 +34,6 @@ from mpitrain.training.validations.validation import LEAST_BATCH
 
 PREDICTION = "prediction"  # of a job whose function returns a tensor
 
-Batch = dict[str, torch.Tensor]
 Progress = Callable[[int, int | None], None]
 
 
@@ -124,7 +124,7 @@ def _computed(
     function = Checked(job.predict or predict_x, "predict", job.precision)
     with torch.inference_mode():
         for batch in batches:
-            found = function(module, {name: tensor.to(device) for name, tensor in batch.items()})
+            found = function(module, to_device(batch, device))
             tensors = {PREDICTION: found} if isinstance(found, torch.Tensor) else found
             # numpy has no bfloat16
             yield {

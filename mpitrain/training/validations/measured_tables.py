@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
-
+from mpitrain.data.read.batch import Batch
 from mpitrain.embedding.lookups import HeldRows, Ids, RowsMissing, union
 from mpitrain.embedding.sections import split
 from mpitrain.messages import Payload
@@ -49,7 +48,7 @@ class MeasuredWithTables(MeasuredByWorkers):
         module.train(was_training)
         return union(found)
 
-    def _losses(self, batch: dict[str, torch.Tensor]) -> Any:
+    def _losses(self, batch: Batch) -> Any:
         return losses_of(self.measure.job, self.measure.metrics, self.measure.module, batch)
 
     def hold(self, shard: int, payload: Any) -> None:

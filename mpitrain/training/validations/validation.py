@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mpitrain.data import Catalogue
-from mpitrain.data.read.ragged import num_samples_in
+from mpitrain.data.read.batch import Batch, to_device
 from mpitrain.data.read.reader import Reader
 from mpitrain.errors import UsageError
 from mpitrain.job import EMA_PREFIX, Job
@@ -29,7 +29,6 @@ from mpitrain.reporting.targets import LOSS, check_targets
 from mpitrain.training.measure import save_model
 from mpitrain.training.validations.best_model import Validations
 
-Batch = dict[str, torch.Tensor]
 LEAST_BATCH = 256  # validation needs no gradients, so its batches may be larger than those of the training
 
 
@@ -57,6 +56,12 @@ def batch_size_of(job: Job) -> int:
     return max(LEAST_BATCH, job.batch_size)
 
 
+def batch_sizes(job: Job, num_samples: int) -> Callable[[int], int]:
+    """Samples of the validation batch with a number, of a set of so many."""
+    size = batch_size_of(job)
+    return lambda number: min(size, num_samples - number * size)
+
+
 def batches_of(job: Job, reader: Reader) -> Iterator[tuple[int, Batch]]:
     """The validation set in order, each batch with its number."""
     return enumerate(reader.sequential(batch_size_of(job)))
@@ -80,6 +85,7 @@ def observe(
     batches: Iterable[tuple[int | None, Batch]],
     device: torch.device,
     losses: Callable[[Batch], Observed | None],
+    size_of: Callable[[int], int],
     on_batch: Callable[[], None] = lambda: None,
     prefix: str = "",
 ) -> Part:
@@ -89,6 +95,7 @@ def observe(
         batches: each with its number; one without is computed all the same, since other ranks may wait for this one's
             part in it, and not counted.
         losses: what a batch gives, such as `losses_of`; None on a rank that does not know.
+        size_of: samples of the batch with a number.
         on_batch: is called after every batch (a watchdog that is to see progress).
         prefix: of the names.
     """
@@ -96,13 +103,11 @@ def observe(
     was_training = module.training
     module.eval()
     for number, batch in batches:
-        batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        num_samples = num_samples_in(batch)
-        found = losses(batch)
+        found = losses(to_device(batch, device))
         if number is not None and found is not None:
             tally = Tally()
             for name, one in found.means.items():
-                tally.add(prefix + name, one, num_samples)
+                tally.add(prefix + name, one, size_of(number))
             rows.append(Row(prefix, number, tally.sums, found.kept))
         on_batch()
     module.train(was_training)
@@ -179,7 +184,7 @@ class Measure:
         """Those batches, on the device."""
         start, stop = first * self.batch_size, min(end * self.batch_size, self.num_samples)
         for batch in self._reader.sequential(self.batch_size, start, stop):
-            yield {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+            yield to_device(batch, self.device)
 
     def rows(self, first: int, end: int, prefix: str = "") -> Part:
         """What those batches give for what the module holds now."""
@@ -189,7 +194,8 @@ class Measure:
         batches = self._reader.sequential(self.batch_size, start, stop)
         return observe(
             self.module, enumerate(batches, first), self.device,
-            lambda batch: losses_of(self.job, self.metrics, self.module, batch), self.on_batch, prefix,
+            lambda batch: losses_of(self.job, self.metrics, self.module, batch),
+            batch_sizes(self.job, self.num_samples), self.on_batch, prefix,
         )  # fmt: skip
 
     def conclude(
