@@ -25,6 +25,10 @@ PAGES = [
     ROOT / ".github" / "CONTRIBUTING.md",
 ]
 ELSEWHERE = (
+    (
+        r"^(?!sbatch).*(script|use|my_job)\.py|runs/four|^mpitrain slurm init$",
+        "run as printed, in their order, by `tests/test_ten_minutes.py`",
+    ),
     (r"^make (train|test)( ARGS=.*)?$", "the commands of a fresh clone: they are run by hand"),
     (r"^make (chaos|hostile)$", "takes minutes to hours; small runs are in the tests of their programs"),
     (r"launch -n 4 train jobs/digits\.py$", "run as printed by `tests/mpi/test_digits.py`"),
