@@ -6,10 +6,9 @@ it stands there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from mpitrain.messages.common import Kind
+from mpitrain.messages.common import Kind, Sent, message
 
 if TYPE_CHECKING:
     from mpitrain.messages import Message
@@ -24,15 +23,14 @@ class Entry(NamedTuple):
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle:
+@message(Kind.BUNDLE)
+class Bundle(Sent):
     """Messages that travel together.
 
     entries: none where a worker informs its aggregator that it sends nothing more.
     num_taken: of the aggregator's bundles the server has dealt with so many since it sent the one before.
     """
 
-    kind: ClassVar[Kind] = Kind.BUNDLE
     entries: tuple[Entry, ...]
     num_taken: int = 0
 

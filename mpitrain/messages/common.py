@@ -6,7 +6,9 @@ Invariants: values that never change; a payload is opaque.
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol, TypeVar, dataclass_transform
 
 
 class Kind(enum.IntEnum):
@@ -49,6 +51,28 @@ class Kind(enum.IntEnum):
     PULL_ROWS = 35
     ROWS = 36
     BUNDLE = 37
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Base of the messages."""
+
+    kind: ClassVar[Kind]
+
+
+M = TypeVar("M", bound=Sent)
+
+
+@dataclass_transform(frozen_default=True)
+def message(kind: Kind) -> Callable[[type[M]], type[M]]:
+    """Class decorator: a message of this kind, which never changes."""
+
+    def enter(cls: type[M]) -> type[M]:
+        made = dataclass(frozen=True, slots=True)(cls)
+        made.kind = kind
+        return made
+
+    return enter
 
 
 class Payload(Protocol):

@@ -6,25 +6,23 @@ Invariants: as of the package.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from mpitrain.messages.common import CheckpointRequest, Kind, Lease, Payload
+from mpitrain.messages.common import CheckpointRequest, Kind, Lease, Payload, Sent, message
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+@message(Kind.JOIN)
+class Join(Sent):
     """A worker asks every server for the model, and the dealing server for its first leases, when it begins to work or
     has been woken.
 
     step: of its next push.
     """
 
-    kind: ClassVar[Kind] = Kind.JOIN
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
+@message(Kind.PUSH)
+class Push(Sent):
     """A worker hands a server its part of a gradient (or of its parameters, in an elastic exchange).
 
     version: of this shard, which the gradient was computed on.
@@ -42,7 +40,6 @@ class Push:
     options: those of the server's optimizer that came with the gradient, as JSON text; empty where none has changed.
     """
 
-    kind: ClassVar[Kind] = Kind.PUSH
     version: int
     step: int
     samples: int
@@ -57,19 +54,18 @@ class Push:
     options: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Pull:
+@message(Kind.PULL)
+class Pull(Sent):
     """A worker asks every server for the model, and hands in no gradient.
 
     step: of its next push.
     """
 
-    kind: ClassVar[Kind] = Kind.PULL
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class PullRows:
+@message(Kind.PULL_ROWS)
+class PullRows(Sent):
     """A worker asks a server for rows of tables, as they are now; the server answers at once with `Rows`.
 
     step: as in `Join`.
@@ -77,51 +73,47 @@ class PullRows:
     trains: a gradient is computed on them; otherwise they are of a validation or of the final model, and unrounded.
     """
 
-    kind: ClassVar[Kind] = Kind.PULL_ROWS
     step: int
     payload: Payload
     trains: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+@message(Kind.ROWS)
+class Rows(Sent):
     """A server's answer to `PullRows`.
 
     version: of this shard now.
     payload: the rows.
     """
 
-    kind: ClassVar[Kind] = Kind.ROWS
     version: int
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
-class Idle:
+@message(Kind.IDLE)
+class Idle(Sent):
     """A worker informs every server that it has nothing to compute on, and stays in case there is more.
 
     step: of the push that it would make next.
     """
 
-    kind: ClassVar[Kind] = Kind.IDLE
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Away:
+@message(Kind.AWAY)
+class Away(Sent):
     """A worker informs every server that it validates before its next message, for as long as it takes.
 
     step: of its next push.
     for_part: it measures a part of a validation, or waits for the time of one.
     """
 
-    kind: ClassVar[Kind] = Kind.AWAY
     step: int
     for_part: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Save:
+@message(Kind.SAVE)
+class Save(Sent):
     """A worker asks every server to write a checkpoint as soon as all workers have asked for it, and then for the
     model.
 
@@ -130,25 +122,23 @@ class Save:
     text: what else those who write have to know, as JSON text.
     """
 
-    kind: ClassVar[Kind] = Kind.SAVE
     step: int
     at: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+@message(Kind.NOTE)
+class Note(Sent):
     """A worker has something for the run's report, which the dealing server writes.
 
     text: the event as JSON text.
     """
 
-    kind: ClassVar[Kind] = Kind.NOTE
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+@message(Kind.DONE)
+class Done(Sent):
     """A worker informs every server that it will not push again.
 
     step: how many pushes it has made.
@@ -158,71 +148,64 @@ class Done:
     checkpoint: as in `Push`.
     """
 
-    kind: ClassVar[Kind] = Kind.DONE
     step: int
     wants_final: bool = False
     all_answered: bool = True
     checkpoint: CheckpointRequest | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FinalRequest:
+@message(Kind.FINAL)
+class FinalRequest(Sent):
     """A worker that is to deliver the final model in place of another one asks every server for it.
 
     step: how many pushes it has made.
     """
 
-    kind: ClassVar[Kind] = Kind.FINAL
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Delivered:
+@message(Kind.DELIVERED)
+class Delivered(Sent):
     """The worker that delivers the final model informs the dealing server that it is saved.
 
     step: how many pushes it has made.
     text: what was measured, as JSON text.
     """
 
-    kind: ClassVar[Kind] = Kind.DELIVERED
     step: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+@message(Kind.LEAVE)
+class Leave(Sent):
     """A worker informs every server that it leaves, having stayed for as long as it was wanted.
 
     step: how many pushes it has made.
     last_at: the checkpoint of the end of the run, as the dealing server has named it; 0: none.
     """
 
-    kind: ClassVar[Kind] = Kind.LEAVE
     step: int
     last_at: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+@message(Kind.LOST)
+class Lost(Sent):
     """A worker is gone. The world informs the ranks that go on without it; or the worker informs its servers that it
     fails now; or a server's own failure detector has found that it is silent.
 
     how: "silent"; empty where it has died.
     """
 
-    kind: ClassVar[Kind] = Kind.LOST
     how: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Alive:
+@message(Kind.ALIVE)
+class Alive(Sent):
     """A worker that waits for an answer asks a server whether it is there; a server answers with the same."""
 
-    kind: ClassVar[Kind] = Kind.ALIVE
 
-
-@dataclass(frozen=True, slots=True)
-class Answer:
+@message(Kind.REPLY)
+class Answer(Sent):
     """A server's answer to a `Join`, `Push`, `Pull` or `Save`; sent unasked, it makes a worker begin its batch anew.
     It is a `Reply` or a `Difference`.
 
@@ -258,31 +241,26 @@ class Answer:
 class Reply(Answer):
     """The answer whose payload is the model of this shard."""
 
-    kind: ClassVar[Kind] = Kind.REPLY
 
-
-@dataclass(frozen=True, slots=True)
+@message(Kind.DIFFERENCE)
 class Difference(Answer):
     """The answer to an elastic push: its payload is what both sides move by."""
 
-    kind: ClassVar[Kind] = Kind.DIFFERENCE
 
-
-@dataclass(frozen=True, slots=True)
-class Final:
+@message(Kind.FINAL)
+class Final(Sent):
     """A server hands the worker that asked for it the model of its shard after the last update.
 
     version: of the shard.
     payload: the model, unrounded.
     """
 
-    kind: ClassVar[Kind] = Kind.FINAL
     version: int
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
-class Wake:
+@message(Kind.WAKE)
+class Wake(Sent):
     """The dealing server asks a worker that is idle to join again, or directs one that has pushed its last.
 
     stop: the worker leaves.
@@ -291,28 +269,26 @@ class Wake:
     part_of: the same, where the worker writes a part of it; 0: it has none.
     """
 
-    kind: ClassVar[Kind] = Kind.WAKE
     stop: bool = False
     promoted: bool = False
     last_at: int = 0
     part_of: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+@message(Kind.UPDATE)
+class Update(Sent):
     """A peer sends another one what has become of its model. (In virtual time, also a part of an all-reduce.)
 
     step: of the sender.
     payload: what this step has changed, or the parameters.
     """
 
-    kind: ClassVar[Kind] = Kind.UPDATE
     step: int
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
-class Sum:
+@message(Kind.SUM)
+class Sum(Sent):
     """At a meeting a peer sends its parent in the tree of all peers the sum of the parameters below.
 
     meeting: its number, from 0.
@@ -321,15 +297,14 @@ class Sum:
     payload: the sum; None where nobody below takes part.
     """
 
-    kind: ClassVar[Kind] = Kind.SUM
     meeting: int
     step: int
     count: int
     payload: Payload | None
 
 
-@dataclass(frozen=True, slots=True)
-class Mean:
+@message(Kind.MEAN)
+class Mean(Sent):
     """At a meeting a peer sends its children in the tree the mean of all.
 
     meeting: its number, from 0.
@@ -337,27 +312,25 @@ class Mean:
     payload: the mean.
     """
 
-    kind: ClassVar[Kind] = Kind.MEAN
     meeting: int
     step: int
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+@message(Kind.ASK)
+class Ask(Sent):
     """A peer informs its parent in the tree whether it, or one of those below, has been asked to end.
 
     step: after which all peers ask.
     checkpoint: a request where one has been asked to end; None where none has.
     """
 
-    kind: ClassVar[Kind] = Kind.ASK
     step: int
     checkpoint: CheckpointRequest | None
 
 
-@dataclass(frozen=True, slots=True)
-class Agreed:
+@message(Kind.AGREED)
+class Agreed(Sent):
     """The first peer answers `Ask` for all; every peer passes it on to its children.
 
     step: after which all peers have asked.
@@ -366,30 +339,27 @@ class Agreed:
     ask_at: the step after which all ask again.
     """
 
-    kind: ClassVar[Kind] = Kind.AGREED
     step: int
     writes: bool
     ends: bool
     ask_at: int
 
 
-@dataclass(frozen=True, slots=True)
-class Last:
+@message(Kind.LAST)
+class Last(Sent):
     """A peer informs everybody who may wait for it that it has taken its last step.
 
     step: how many steps it has taken.
     """
 
-    kind: ClassVar[Kind] = Kind.LAST
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Credit:
+@message(Kind.CREDIT)
+class Credit(Sent):
     """A peer that waits for nobody has taken in more of the receiver's updates (`roles/peer_credits.py`).
 
     step: how many since the last meeting.
     """
 
-    kind: ClassVar[Kind] = Kind.CREDIT
     step: int

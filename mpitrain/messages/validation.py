@@ -5,14 +5,11 @@ Invariants: as of the package. They change no parameter, and no count.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from mpitrain.messages.common import Kind, Payload
+from mpitrain.messages.common import Kind, Payload, Sent, message
 
 
-@dataclass(frozen=True, slots=True)
-class Divide:
+@message(Kind.DIVIDE)
+class Divide(Sent):
     """The worker that validates lets the dealing server divide it among all workers; a peer passes it on to its
     children in the tree of all peers, each of which measures its share.
 
@@ -21,14 +18,13 @@ class Divide:
     payload: what is measured, everything that a worker needs to do so.
     """
 
-    kind: ClassVar[Kind] = Kind.DIVIDE
     step: int
     num_units: int
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+@message(Kind.CLAIM)
+class Claim(Sent):
     """A worker asks the dealing server for a unit of a validation, and hands in what the one before has given.
 
     step: of its next push.
@@ -37,44 +33,39 @@ class Claim:
     payload: what that gave; None from the worker that validates, which keeps it.
     """
 
-    kind: ClassVar[Kind] = Kind.CLAIM
     step: int
     number: int = 0
     unit: int = -1
     payload: Payload | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Over:
+@message(Kind.OVER)
+class Over(Sent):
     """The worker that validates informs the dealing server that the validation is over.
 
     step: of its next push.
     """
 
-    kind: ClassVar[Kind] = Kind.OVER
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class AskAverage:
+@message(Kind.ASK_AVERAGE)
+class AskAverage(Sent):
     """A worker asks every server for the moving average of its shard.
 
     step: of its next push.
     """
 
-    kind: ClassVar[Kind] = Kind.ASK_AVERAGE
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Assist:
+@message(Kind.ASSIST)
+class Assist(Sent):
     """The dealing server informs a worker that there are units of a validation to claim."""
 
-    kind: ClassVar[Kind] = Kind.ASSIST
 
-
-@dataclass(frozen=True, slots=True)
-class Unit:
+@message(Kind.UNIT)
+class Unit(Sent):
     """The dealing server answers a `Claim`.
 
     number: of the validation.
@@ -82,14 +73,13 @@ class Unit:
     payload: what is measured, with a worker's first unit; None for the worker that validates.
     """
 
-    kind: ClassVar[Kind] = Kind.UNIT
     number: int
     unit: int
     payload: Payload | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+@message(Kind.MEASURED)
+class Measured(Sent):
     """The dealing server passes on to the worker that validates what another one has measured; a peer its parent in the
     tree of all peers what it and those below have.
 
@@ -98,20 +88,18 @@ class Measured:
     payload: what it gave.
     """
 
-    kind: ClassVar[Kind] = Kind.MEASURED
     number: int
     unit: int
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
-class Average:
+@message(Kind.AVERAGE)
+class Average(Sent):
     """A server answers `AskAverage`.
 
     version: of the shard.
     payload: the moving average of it.
     """
 
-    kind: ClassVar[Kind] = Kind.AVERAGE
     version: int
     payload: Payload

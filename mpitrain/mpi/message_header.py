@@ -20,54 +20,9 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from mpitrain import messages
 from mpitrain.errors import WireError
-from mpitrain.messages import (
-    NOT_SENT,
-    Agreed,
-    Alive,
-    Ask,
-    AskAverage,
-    Assist,
-    Average,
-    Away,
-    Bundle,
-    CheckpointRequest,
-    Claim,
-    Credit,
-    Delivered,
-    Difference,
-    Divide,
-    Done,
-    Ended,
-    Entry,
-    Final,
-    FinalRequest,
-    Idle,
-    Join,
-    Kind,
-    Last,
-    Lease,
-    Leave,
-    Lost,
-    Mean,
-    Measured,
-    Message,
-    Note,
-    Ordered,
-    Over,
-    PartialNorm,
-    Payload,
-    Pull,
-    PullRows,
-    Push,
-    Reply,
-    Rows,
-    Save,
-    Sum,
-    Unit,
-    Update,
-    Wake,
-)
+from mpitrain.messages import NOT_SENT, CheckpointRequest, Entry, Kind, Lease, Message, Payload
 
 HEADER_BYTES = 160
 MAX_TEXT_BYTES = 1 << 20
@@ -99,45 +54,45 @@ _ANSWER = (
     "standby share=living"
 )
 _TABLE: dict[type[Message], str] = {
-    Join: "step",
-    Push: "version step samples payload share loss finite pull lease batches=num_batches request=checkpoint "
+    messages.Join: "step",
+    messages.Push: "version step samples payload share loss finite pull lease batches=num_batches request=checkpoint "
     "text=options",
-    Pull: "step",
-    PullRows: "step payload pull=trains",
-    Idle: "step",
-    Away: "step standby=for_part",
-    Save: "step checkpoint_at=at text",
-    Note: "text",
-    Done: "step stop=wants_final finite=all_answered request=checkpoint",
-    FinalRequest: "step",
-    Delivered: "step text",
-    Leave: "step checkpoint_at=last_at",
-    Lost: "text=how",
-    Alive: "",
-    Reply: _ANSWER,
-    Difference: _ANSWER,
-    Rows: "version payload",
-    Final: "version payload",
-    Wake: "stop promoted checkpoint_at=last_at checkpoint=part_of",
-    Update: "step version=step payload",
-    Sum: "version=meeting step samples=count payload",
-    Mean: "version=meeting step payload",
-    Ask: "step version=step request=checkpoint",
-    Agreed: "step version=step flag=writes final=ends batches=ask_at",
-    Last: "step",
-    Credit: "step",
-    Divide: "step samples=num_units payload",
-    Claim: "step samples=number batches=unit payload",
-    Over: "step",
-    AskAverage: "step",
-    Assist: "",
-    Unit: "samples=number batches=unit payload",
-    Measured: "samples=number batches=unit payload",
-    Average: "version payload",
-    PartialNorm: "version=update loss=squares",
-    Ended: "",
-    Ordered: "step=worker text=how",
-    Bundle: "entries samples=num_taken",
+    messages.Pull: "step",
+    messages.PullRows: "step payload pull=trains",
+    messages.Idle: "step",
+    messages.Away: "step standby=for_part",
+    messages.Save: "step checkpoint_at=at text",
+    messages.Note: "text",
+    messages.Done: "step stop=wants_final finite=all_answered request=checkpoint",
+    messages.FinalRequest: "step",
+    messages.Delivered: "step text",
+    messages.Leave: "step checkpoint_at=last_at",
+    messages.Lost: "text=how",
+    messages.Alive: "",
+    messages.Reply: _ANSWER,
+    messages.Difference: _ANSWER,
+    messages.Rows: "version payload",
+    messages.Final: "version payload",
+    messages.Wake: "stop promoted checkpoint_at=last_at checkpoint=part_of",
+    messages.Update: "step version=step payload",
+    messages.Sum: "version=meeting step samples=count payload",
+    messages.Mean: "version=meeting step payload",
+    messages.Ask: "step version=step request=checkpoint",
+    messages.Agreed: "step version=step flag=writes final=ends batches=ask_at",
+    messages.Last: "step",
+    messages.Credit: "step",
+    messages.Divide: "step samples=num_units payload",
+    messages.Claim: "step samples=number batches=unit payload",
+    messages.Over: "step",
+    messages.AskAverage: "step",
+    messages.Assist: "",
+    messages.Unit: "samples=number batches=unit payload",
+    messages.Measured: "samples=number batches=unit payload",
+    messages.Average: "version payload",
+    messages.PartialNorm: "version=update loss=squares",
+    messages.Ended: "",
+    messages.Ordered: "step=worker text=how",
+    messages.Bundle: "entries samples=num_taken",
 }
 
 
@@ -156,8 +111,11 @@ class _Row:
 
 _TEXT, _PAYLOAD, _ENTRIES = _PLACES["text"], _PLACES["payload"], _PLACES["entries"]
 _ROWS = {message: _Row(message, text) for message, text in _TABLE.items()}
-_BY_KIND = {row.kind: row for row in _ROWS.values() if row.message is not FinalRequest}
-_NEED_PAYLOAD = (Push, PullRows, Rows, Update, Mean, Divide, Measured, Average)
+_BY_KIND = {row.kind: row for row in _ROWS.values() if row.message is not messages.FinalRequest}
+_NEED_PAYLOAD = (
+    messages.Push, messages.PullRows, messages.Rows, messages.Update, messages.Mean, messages.Divide, messages.Measured,
+    messages.Average,
+)  # fmt: skip
 
 
 class OutgoingPayload(NamedTuple):
@@ -320,8 +278,8 @@ def decode(header: bytearray, sequence: int, source: int, is_not_sent: bool = Fa
             f"rank {source} sent kind {number} with {num_leases} leases and {text_bytes} bytes of "
             "text: another version?"
         )
-    if not payload_bytes and row.message is Final:
-        row = _ROWS[FinalRequest]
+    if not payload_bytes and row.message is messages.Final:
+        row = _ROWS[messages.FinalRequest]
     if not payload_bytes and row.message in _NEED_PAYLOAD and not is_not_sent:
         raise WireError(
             f"rank {source} sent {row.kind.name} (step {step}, version {version}) without the payload that belongs to "
