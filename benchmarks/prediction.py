@@ -99,7 +99,7 @@ def data(folder: Path) -> None:
     from mpitrain.data.sources import load_source
     from mpitrain.data.write.pack import PackOptions, pack
 
-    pack(load_source("digits"), folder / "digits", PackOptions(0.2), "digits")
+    pack(load_source("digits"), folder / "digits", PackOptions(0.2), source="digits")
     os.environ["PREDICTION_DATA"], os.environ["PREDICTION_BASE_S"] = str(folder / "digits"), str(BASE_S)
 
 

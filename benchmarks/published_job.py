@@ -35,7 +35,7 @@ from mpitrain.virtual import ComputeLaw, Constant, Ideal, Link
 def digits() -> tuple[mt.Job, mt.Shards, mt.Shards]:
     """The job of `jobs/digits.py`, and training and validation data, packed into a folder that stays until the end."""
     folder = Path(digits_folder().name)
-    pack(load_source("digits"), folder / "digits", PackOptions(0.2), "digits")
+    pack(load_source("digits"), folder / "digits", PackOptions(0.2), source="digits")
     job = load_job(str(Path(__file__).parents[1] / "jobs" / "digits.py"))
     train, validate = (mt.Shards(f"{folder}/digits/{name}-*.h5") for name in ("train", "validate"))
     return job, train, validate

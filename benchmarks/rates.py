@@ -312,7 +312,7 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="rates-") as folder:
-        pack(load_source("digits"), Path(folder) / "digits", PackOptions(0.2), "digits")
+        pack(load_source("digits"), Path(folder) / "digits", PackOptions(0.2), source="digits")
         job = digits(folder, options.epochs, max(1, BATCH // options.workers))
         print(f"{machine()['cpu']}, one thread; compute {COMPUTE}", flush=True)
         for speeds in options.speeds:

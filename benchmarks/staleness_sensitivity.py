@@ -102,7 +102,7 @@ def main():
             os.cpu_count(), get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
         ) as pool,
     ):
-        pack(load_source("digits"), Path(folder) / "digits", PackOptions(0.2), "digits")
+        pack(load_source("digits"), Path(folder) / "digits", PackOptions(0.2), source="digits")
         for rate in options.rates:
             for name in options.jobs:
                 found = measured(name, rate, options, folder, pool)

@@ -244,7 +244,7 @@ def main():
     folder = Path(runtime.broadcast(tempfile.mkdtemp(prefix="stragglers-") if runtime.rank == 0 else None))
     if runtime.rank == 0:
         print(f"{machine()['cpu']}, {machine()['num_cores']} cores, one thread a rank", flush=True)
-        pack(load_source("digits"), folder / "digits", PackOptions(0.2), "digits")
+        pack(load_source("digits"), folder / "digits", PackOptions(0.2), source="digits")
     port = runtime.broadcast(_free_port() if runtime.rank == 0 else None)
     store = dist.TCPStore("127.0.0.1", port, runtime.size, runtime.rank == 0)
     dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=runtime.size)

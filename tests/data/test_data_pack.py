@@ -68,11 +68,11 @@ def test_ranks_go_on_with_what_one_left_and_agree_that_nothing_is_to_do(tmp_path
         pack(Broken(6), tmp_path, OPTIONS)
     before = (tmp_path / FILES[3]).stat().st_mtime_ns
     for written in (True, False):
-        told = on_ranks(3, lambda ranks: pack(ARRAYS, tmp_path, OPTIONS, "test", ranks=ranks))
+        told = on_ranks(3, lambda ranks: pack(ARRAYS, tmp_path, OPTIONS, source="test", ranks=ranks))
         assert [each[1] for each in told] == [written] * 3
         assert sums(tmp_path) == whole and (tmp_path / FILES[3]).stat().st_mtime_ns == before
     with pytest.raises(UsageError, match=r"holds another pack \(seed=0\)"):
-        on_ranks(3, lambda ranks: pack(ARRAYS, tmp_path, PackOptions(0.25, 300, 64, 1), "test", ranks=ranks))
+        on_ranks(3, lambda ranks: pack(ARRAYS, tmp_path, PackOptions(0.25, 300, 64, 1), source="test", ranks=ranks))
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -98,14 +98,14 @@ def test_an_iterable_is_packed_in_its_order_and_by_many_ranks_alike(tmp_path, si
 
 @pytest.mark.parametrize("settings", [{"compression": "gzip"}, {}])
 def test_compression_is_part_of_the_recipe_and_changes_no_sample(tmp_path, whole, settings):
-    pack(ARRAYS, tmp_path, PackOptions(0.25, 300, 64, **settings), "test")
+    pack(ARRAYS, tmp_path, PackOptions(0.25, 300, 64, **settings), source="test")
     assert (sums(tmp_path) == whole) == (not settings)
     for part in contents(tmp_path).values():
         assert np.array_equal(part["x"], ARRAYS["x"][part["y"]])
 
 
 def test_shards_hold_every_sample_with_its_label(tmp_path):
-    manifest, written = pack(ARRAYS, tmp_path, OPTIONS, "test")
+    manifest, written = pack(ARRAYS, tmp_path, OPTIONS, source="test")
     assert written and manifest.complete and names(tmp_path) == [NAME, *FILES]
     for part in contents(tmp_path).values():
         assert part["x"].dtype == np.float32 and part["y"].dtype == np.int64
@@ -119,41 +119,41 @@ def test_shards_hold_every_sample_with_its_label(tmp_path):
 
 def test_packs_are_equal_for_equal_seeds_only(tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        pack(ARRAYS, tmp_path / name, PackOptions(0.25, 300, 64, seed), "test")
+        pack(ARRAYS, tmp_path / name, PackOptions(0.25, 300, 64, seed), source="test")
     read = {name: (tmp_path / name / FILES[0]).read_bytes() for name in "abc"}
     assert read["a"] == read["b"] != read["c"]
 
 
 def test_packing_again_does_nothing(tmp_path):
-    pack(ARRAYS, tmp_path, OPTIONS, "test")
+    pack(ARRAYS, tmp_path, OPTIONS, source="test")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    _, written = pack(dict(reversed(ARRAYS.items())), tmp_path, OPTIONS, "test")
+    _, written = pack(dict(reversed(ARRAYS.items())), tmp_path, OPTIONS, source="test")
     assert not written
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: os.truncate(path, 5000)])
 def test_a_pack_that_lost_something_is_done_again(tmp_path, damage):
-    pack(ARRAYS, tmp_path, OPTIONS, "test")
+    pack(ARRAYS, tmp_path, OPTIONS, source="test")
     whole = contents(tmp_path)
     damage(tmp_path / FILES[1])
-    _, written = pack(ARRAYS, tmp_path, OPTIONS, "test")
+    _, written = pack(ARRAYS, tmp_path, OPTIONS, source="test")
     assert written
     assert str(contents(tmp_path)) == str(whole)
 
 
 def test_the_manifest_holds_every_shards_sum_and_a_changed_shard_is_packed_again(tmp_path):
-    pack(ARRAYS, tmp_path, OPTIONS, "test")
+    pack(ARRAYS, tmp_path, OPTIONS, source="test")
     expected = {name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in FILES}
     assert Manifest.read(tmp_path).sha256 == expected
     with h5py.File(tmp_path / FILES[0], "r+") as file:  # a valid shard of the right size, with another label
         file["y"][0] += 1
-    assert pack(ARRAYS, tmp_path, OPTIONS, "test")[1]
+    assert pack(ARRAYS, tmp_path, OPTIONS, source="test")[1]
     assert hashlib.sha256((tmp_path / FILES[0]).read_bytes()).hexdigest() == expected[FILES[0]]
 
 
 def test_a_missing_shard_of_a_pack_is_noticed_before_training(tmp_path):
-    pack(ARRAYS, tmp_path, OPTIONS, "test")
+    pack(ARRAYS, tmp_path, OPTIONS, source="test")
     (tmp_path / FILES[1]).unlink()
     with pytest.raises(DataError, match=rf"{FILES[1]}: shard is missing \(1 of 3 that {NAME} lists"):
         Shards(f"{tmp_path}/train-*.h5").scan()
@@ -167,7 +167,7 @@ def sums(directory: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> dict[str, str]:
     directory = tmp_path_factory.mktemp("whole")
-    pack(ARRAYS, directory, OPTIONS, "test")
+    pack(ARRAYS, directory, OPTIONS, source="test")
     return sums(directory)
 
 
@@ -177,7 +177,7 @@ def test_killed_at_any_moment_it_is_refused_by_jobs_and_gone_on_with(tmp_path, w
     options it begins anew."""
     moment, interrupted, kept = 1, 0, 0
     while die_at(
-        moment, functools.partial(pack, ARRAYS, directory := tmp_path / str(moment), OPTIONS, "test")
+        moment, functools.partial(pack, ARRAYS, directory := tmp_path / str(moment), OPTIONS, source="test")
     ):
         try:
             Shards(f"{directory}/*.h5").scan()
@@ -186,7 +186,7 @@ def test_killed_at_any_moment_it_is_refused_by_jobs_and_gone_on_with(tmp_path, w
             interrupted += "pack was interrupted half-way; run `mpitrain data pack` once more" in str(error)
             before = {path.name: path.stat().st_mtime_ns for path in directory.glob("*.h5")}
             receipts = [name for name in names(directory) if name.endswith(".done")]
-            manifest, written = pack(ARRAYS, directory, options, "test")
+            manifest, written = pack(ARRAYS, directory, options, source="test")
             assert written and names(directory) == [NAME, *sorted(manifest.files)]
             if options == OPTIONS:
                 assert sums(directory) == whole
@@ -200,7 +200,7 @@ def test_killed_at_any_moment_it_is_refused_by_jobs_and_gone_on_with(tmp_path, w
 def test_a_shard_that_changed_while_the_pack_was_interrupted_is_written_again(tmp_path, whole):
     moment = 1
     while die_at(
-        moment, functools.partial(pack, ARRAYS, directory := tmp_path / str(moment), OPTIONS, "test")
+        moment, functools.partial(pack, ARRAYS, directory := tmp_path / str(moment), OPTIONS, source="test")
     ):
         if (directory / f".{FILES[0]}.done").exists():
             break
@@ -208,7 +208,7 @@ def test_a_shard_that_changed_while_the_pack_was_interrupted_is_written_again(tm
     with open(directory / FILES[0], "r+b") as file:
         file.seek(5000)
         file.write(b"!")
-    assert pack(ARRAYS, directory, OPTIONS, "test")[1] and sums(directory) == whole
+    assert pack(ARRAYS, directory, OPTIONS, source="test")[1] and sums(directory) == whole
 
 
 def looks_before() -> bool:
@@ -238,7 +238,7 @@ def test_an_interrupt_before_the_first_shard_is_whole_leaves_nothing_and_later_a
     with pytest.raises(KeyboardInterrupt):
         pack(Broken(6), tmp_path, OPTIONS)
     assert names(tmp_path) == [f".{FILES[3]}.done", NAME, FILES[3]]
-    assert pack(ARRAYS, tmp_path, OPTIONS, "test")[1] and sums(tmp_path) == whole
+    assert pack(ARRAYS, tmp_path, OPTIONS, source="test")[1] and sums(tmp_path) == whole
 
 
 @pytest.mark.parametrize("limit", [0, 100, 600, 3000, 20_000, 60_000, 77_000, 84_000])
@@ -248,7 +248,7 @@ def test_a_full_disk_leaves_nothing_and_holds_nothing(tmp_path, limit):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
     try:
         with pytest.raises(DataError) as caught:
-            pack(ARRAYS, tmp_path, OPTIONS, "test")
+            pack(ARRAYS, tmp_path, OPTIONS, source="test")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert str(tmp_path) in str(caught.value) and "disk is full" in str(caught.value)
@@ -260,7 +260,7 @@ def test_a_full_disk_leaves_nothing_and_holds_nothing(tmp_path, limit):
         assert names(tmp_path) == [f".{FILES[3]}.done", NAME, FILES[3]]
     held = [os.readlink(link.path) for link in os.scandir("/proc/self/fd") if os.path.islink(link.path)]
     assert not [target for target in held if str(tmp_path) in target]
-    assert pack(ARRAYS, tmp_path, OPTIONS, "test")[1]
+    assert pack(ARRAYS, tmp_path, OPTIONS, source="test")[1]
     assert names(tmp_path) == [NAME, *FILES]
 
 
@@ -282,21 +282,21 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path):
 
 
 def test_another_pack_and_foreign_shards_are_left_alone(tmp_path):
-    pack(ARRAYS, tmp_path / "a", OPTIONS, "test")
+    pack(ARRAYS, tmp_path / "a", OPTIONS, source="test")
     before = str(contents(tmp_path / "a"))
     with pytest.raises(UsageError, match=r"holds another pack \(seed=0\); choose another"):
-        pack(ARRAYS, tmp_path / "a", PackOptions(0.25, 300, 64, seed=1), "test")
+        pack(ARRAYS, tmp_path / "a", PackOptions(0.25, 300, 64, seed=1), source="test")
     with pytest.raises(UsageError, match="holds another pack"):
-        pack({"x": ARRAYS["x"] + 1, "y": ARRAYS["y"]}, tmp_path / "a", OPTIONS, "test")
+        pack({"x": ARRAYS["x"] + 1, "y": ARRAYS["y"]}, tmp_path / "a", OPTIONS, source="test")
     assert str(contents(tmp_path / "a")) == before
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "train-00000.h5").write_text("mine")
     with pytest.raises(UsageError, match=r"holds train-00000\.h5, which no pack wrote"):
-        pack(ARRAYS, tmp_path / "b", OPTIONS, "test")
+        pack(ARRAYS, tmp_path / "b", OPTIONS, source="test")
     assert names(tmp_path / "b") == ["train-00000.h5"]
     (tmp_path / "c").write_text("a file")
     with pytest.raises(UsageError, match="cannot be made a directory"):
-        pack(ARRAYS, tmp_path / "c", OPTIONS, "test")
+        pack(ARRAYS, tmp_path / "c", OPTIONS, source="test")
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"files": {}}', '{"else": 1}'])
@@ -308,11 +308,11 @@ def test_a_manifest_that_is_none(tmp_path, text):
 
 def test_chunks_and_shards_have_sensible_sizes_unless_told(tmp_path):
     arrays = {"x": np.zeros((4000, 1024), np.float32)}
-    pack(arrays, tmp_path, PackOptions(validate=0), "test")
+    pack(arrays, tmp_path, PackOptions(validate=0), source="test")
     (info,) = Shards(f"{tmp_path}/*.h5").scan().files
     assert info.chunk_samples == 256  # 1 MiB
     with pytest.raises(UsageError, match="HDF5 chunks end at 4 GiB"):
-        pack(arrays, tmp_path / "b", PackOptions(shard_samples=1 << 21, chunk_samples=1 << 20), "test")
+        pack(arrays, tmp_path / "b", PackOptions(shard_samples=1 << 21, chunk_samples=1 << 20), source="test")
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def small_character_job(directory, **changes):
 
 def pack_some_topics(directory):
     arrays = {name: array[:180] for name, array in load_source("topics").items()}
-    pack(arrays, Path(directory) / "topics", PackOptions(0.2, None, None, 0), "topics")
+    pack(arrays, Path(directory) / "topics", PackOptions(0.2, None, None, 0), source="topics")
 
 
 def serial(job, num_pieces, rank=0):

@@ -57,6 +57,7 @@ class SourceOptions:
         accept_loss: what images may lose, names of `LOSSES`; otherwise one that would lose it is refused.
         allow_external: read also what lies elsewhere: links out of the folder, datasets in other HDF5 files.
         max_gib: memory that a file may take by what it merely declares.
+        source: what the index calls it; None: by its path or pattern, or "Python".
     """
 
     arrays: str | None = None
@@ -66,6 +67,7 @@ class SourceOptions:
     accept_loss: tuple[str, ...] = ()
     allow_external: bool = False
     max_gib: float = MAX_GIB
+    source: str | None = None
 
     def __post_init__(self) -> None:
         if not self.max_gib > 0:

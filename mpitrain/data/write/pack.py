@@ -56,7 +56,6 @@ def pack(
     samples: Any,
     directory: str | Path,
     options: PackOptions | None = None,
-    source: str | None = None,
     *,
     ranks: Ranks = ALONE,
     progress: Progress = lambda *_: None,
@@ -72,7 +71,6 @@ def pack(
             held out with probability `validate`) and is run through by every rank; or a `Source`.
         options: or its fields and those of `SourceOptions` by name:
             `pack("photos", "data/photos", image_size=(224, 224), validate=0.1, compression="gzip")`.
-        source: what the index calls them.
         ranks: who else packs; `mpitrain.mpi.runtime.start()` under MPI.
         progress: called now and then with how far this rank is.
         say: called on rank 0 with each line about what is surprising, left out, turned or lost; without it they are
@@ -89,7 +87,7 @@ def pack(
             each.name: settings.pop(each.name) for each in fields(SourceOptions) if each.name in settings
         }
         options = options or PackOptions(**settings)
-        origin = _open(samples, source, SourceOptions(**reading))
+        origin = _open(samples, SourceOptions(**reading))
         plan = Plan.of(origin, options) if isinstance(origin, Source) else None
     except Exception as error:
         ranks.agree(error)
@@ -124,15 +122,15 @@ def _look_before(plan: Plan, ranks: Ranks, say: Say, tell: Say) -> None:
     ranks.agree(error)
 
 
-def _open(samples: object, name: str | None, options: SourceOptions) -> Source | Stream:
+def _open(samples: object, options: SourceOptions) -> Source | Stream:
     if isinstance(samples, str | os.PathLike):
         origin = open_source(os.fspath(samples), options)
-        origin.name = name or origin.name
+        origin.name = options.source or origin.name
         return origin
     for option in options.given():
         if option != "variable":
             raise UsageError(f"pack: {option} is for files; give what Python holds as it is to be packed")
-    return as_source(samples, name or "Python", options.variable)
+    return as_source(samples, options.source or "Python", options.variable)
 
 
 def _pack_source(plan: Plan, directory: Path, ranks: Ranks, progress: Progress) -> tuple[Manifest, bool]:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -35,6 +35,16 @@ LEAVE_S = 5.0  # for ranks that leave the group later
 _MOST_ANNOUNCEMENTS = 256  # kept: a program's tensors may have ever new lengths
 _PROBE_TAG, _PROBE_BYTES, _NUM_PROBES = 5, 1 << 18, 4
 _NO_TIME = timedelta(0)
+
+
+class Call(NamedTuple):
+    """A collective as its ranks must call it: all give the same `what`, and their `balance` adds up to nothing.
+    `blocks`: as for the engine."""
+
+    name: str
+    what: str = ""
+    balance: int = 0
+    blocks: bool = True
 
 
 class GroupBase(dist.ProcessGroup):
@@ -138,18 +148,16 @@ class GroupBase(dist.ProcessGroup):
 
     def _collective(
         self,
-        name: str,
-        what: str,
+        call: Call,
         carry: Callable[[bool], Task | None],
         result: Any,
         opts: object = None,
-        balance: int = 0,
         writes: bool = True,
         inputs: Any = None,
-        blocks: bool = True,
     ) -> MpiWork:
-        """The Work of a collective for which all ranks must give the same `what`. `writes`: it writes `result`, which
-        is a tensor or lists of them, as `inputs` are, where they are not the same. `blocks`: as for the engine."""
+        """The Work of a collective. `writes`: it writes `result`, which is a tensor or lists of them, as `inputs` are,
+        where they are not the same."""
+        name, what, balance, blocks = call
         self._check_member(name)
         if writes:
             check_writable(name, result)
@@ -196,7 +204,7 @@ class GroupBase(dist.ProcessGroup):
             self._announcements[what] = made
             return self._done_work
         if op is False:
-            return self._collective(name, what, carry, result, opts, writes=False)
+            return self._collective(Call(name, what), carry, result, opts, writes=False)
         work = MpiWork(self._engine, name, result, self._limit(opts))
         op.then(work.settle)
         return self._remember(work)
@@ -267,8 +275,7 @@ class GroupBase(dist.ProcessGroup):
     def transport(self) -> dict[str, Any]:
         """Collective: which algorithms carry this group's allreduces, and what was measured (JSON values)."""
         work = self._collective(
-            "transport",
-            "",
+            Call("transport"),
             lambda may_block: self._algorithm(may_block, algorithm_choice.MEASURE_FROM_BYTES),
             [],
         )

@@ -9,7 +9,7 @@ import torch
 
 from mpitrain.mpi.engine.collective_queue import Task, digest
 from mpitrain.mpi.memory import buffers
-from mpitrain.mpi.process_group.base import MOVE_TAG, GroupBase, as_list, check_dtype, shape_of
+from mpitrain.mpi.process_group.base import MOVE_TAG, Call, GroupBase, as_list, check_dtype, shape_of
 from mpitrain.mpi.process_group.work import MpiWork
 
 
@@ -32,7 +32,7 @@ class DataMovement(GroupBase):
                 held.finish()
 
         what = f"{shape_of(tensors)}, from {root}"
-        return self._collective("broadcast", what, carry, tensors, opts, writes=not is_root)
+        return self._collective(Call("broadcast", what), carry, tensors, opts, writes=not is_root)
 
     # ---- allgather
 
@@ -63,7 +63,7 @@ class DataMovement(GroupBase):
                     each.finish()
 
         what = "; ".join(shape_of(slots) for slots in outputs)
-        return self._collective("allgather", what, carry, outputs, opts, inputs=inputs)
+        return self._collective(Call("allgather", what), carry, outputs, opts, inputs=inputs)
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: object = None
@@ -100,9 +100,8 @@ class DataMovement(GroupBase):
                 lent.finish()
                 held.finish()
 
-        return self._collective(
-            "all_gather_single", shape_of(outputs), carry, list(outputs), opts, inputs=inputs
-        )
+        call = Call("all_gather_single", shape_of(outputs))
+        return self._collective(call, carry, list(outputs), opts, inputs=inputs)
 
     def _gather_single(self, may_block: bool, whole: torch.Tensor, own: torch.Tensor) -> Task:
         slots = list(whole.view(self.size(), -1))
@@ -168,7 +167,8 @@ class DataMovement(GroupBase):
 
         result, inputs = ([slots], own) if to_root else ([own], slots)
         way = "to" if to_root else "from"
-        return self._collective(name, f"{shape_of([own])}, {way} {root}", carry, result, opts, inputs=inputs)
+        call = Call(name, f"{shape_of([own])}, {way} {root}")
+        return self._collective(call, carry, result, opts, inputs=inputs)
 
     # ---- all to all
 
@@ -181,8 +181,8 @@ class DataMovement(GroupBase):
         def carry(may_block: bool) -> Task:
             yield from self._exchange(outputs, inputs, events)
 
-        what, balance = self._check_exchange("alltoall", counts, (*outputs, *inputs))
-        return self._collective("alltoall", what, carry, outputs, opts, balance, inputs=inputs)
+        call = self._check_exchange("alltoall", counts, (*outputs, *inputs))
+        return self._collective(call, carry, outputs, opts, inputs=inputs)
 
     def all_to_all_single(
         self,
@@ -213,13 +213,11 @@ class DataMovement(GroupBase):
                     target.copy_(received)
             return None
 
-        what, balance = self._check_exchange("all_to_all_single", counts, (output, input))
         blocks = not any(
             buffers.on_device(tensor) or tensor.numel() > buffers.MAX_COUNT for tensor in (output, input)
         )
-        return self._collective(
-            "all_to_all_single", what, carry, output, opts, balance, inputs=input, blocks=blocks
-        )
+        call = self._check_exchange("all_to_all_single", counts, (output, input), blocks)
+        return self._collective(call, carry, output, opts, inputs=input)
 
     def alltoall_base(self, *arguments: Any, **named: Any) -> MpiWork:
         """torch's older name for all_to_all_single."""
@@ -239,10 +237,10 @@ class DataMovement(GroupBase):
         return list(sizes)
 
     def _check_exchange(
-        self, name: str, counts: list[list[int]], tensors: Sequence[torch.Tensor]
-    ) -> tuple[str, int]:
-        """What all ranks give alike, and the balance of what goes to the others and comes from them; `counts`: of
-        elements to be received from each rank, and to be sent to it."""
+        self, name: str, counts: list[list[int]], tensors: Sequence[torch.Tensor], blocks: bool = True
+    ) -> Call:
+        """The call, with the balance of what goes to the others and comes from them; `counts`: of elements to be
+        received from each rank, and to be sent to it."""
         size, me = self.size(), self.rank()
         received, sent = counts
         if len(received) != size or len(sent) != size or received[me] != sent[me]:
@@ -252,7 +250,8 @@ class DataMovement(GroupBase):
         dtype = tensors[0].dtype
         if any(tensor.dtype != dtype for tensor in tensors):
             raise TypeError(f"{name} wants one dtype, got {shape_of(tensors)}")
-        return str(dtype).removeprefix("torch."), _balance(me, tuple(received), tuple(sent))
+        balance = _balance(me, tuple(received), tuple(sent))
+        return Call(name, str(dtype).removeprefix("torch."), balance, blocks)
 
     def _exchange(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], events: Sequence[Any]

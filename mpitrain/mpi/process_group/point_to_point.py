@@ -20,6 +20,7 @@ from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.operation import Op
 from mpitrain.mpi.process_group import profiled
 from mpitrain.mpi.process_group.base import (
+    Call,
     GroupBase,
     as_list,
     check_writable,
@@ -193,7 +194,7 @@ class PointToPoint(GroupBase):
         if device is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
-        return self._collective("barrier", "", lambda may_block: _nothing(), [], opts)
+        return self._collective(Call("barrier"), lambda may_block: _nothing(), [], opts)
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False

@@ -11,6 +11,7 @@ from mpitrain.mpi.engine.collective_queue import Task
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.process_group import algorithm_choice, allreduce_algorithms, profiled
 from mpitrain.mpi.process_group.base import (
+    Call,
     GroupBase,
     as_list,
     check_dtype,
@@ -87,9 +88,8 @@ class Reductions(GroupBase):
         what = _what(tensor.dtype, tensor.numel(), reduction.kind)
         if not getattr(opts, "asyncOp", True) and self._may_run_at_once():
             return self._at_once("allreduce", what, at_once, result, opts)
-        return self._collective(
-            "allreduce", what, at_once, result, opts, writes=False
-        )  # nothing in it overlaps
+        # nothing in it overlaps
+        return self._collective(Call("allreduce", what), at_once, result, opts, writes=False)
 
     def _of_one_rank(self, tensors: list[torch.Tensor], opts: object) -> MpiWork:
         """An allreduce among one: nothing travels, and a device tensor does not leave its device."""
@@ -111,8 +111,7 @@ class Reductions(GroupBase):
         kinds = "/".join(dict.fromkeys(reduction.kind for reduction in wanted))
         way = "" if wire is None else f" as {str(wire).removeprefix('torch.')}"
         return self._collective(
-            "allreduce",
-            f"{shape_of(tensors)}{way}, {kinds}",
+            Call("allreduce", f"{shape_of(tensors)}{way}, {kinds}"),
             lambda may_block: self._carried(tensors, wanted, events, wire, may_block),
             tensors,
             opts,
@@ -190,7 +189,7 @@ class Reductions(GroupBase):
 
         kinds = "/".join(dict.fromkeys(reduction.kind for reduction in wanted))
         what = f"{shape_of(tensors)}, {kinds}, to {root}"
-        return self._collective("reduce", what, carry, tensors, opts, writes=is_root)
+        return self._collective(Call("reduce", what), carry, tensors, opts, writes=is_root)
 
     def _reduce(self, may_block: bool, memory: torch.Tensor, root: int, reduction: Reduction) -> Task:
         is_root = self.rank() == root
@@ -292,7 +291,7 @@ class Reductions(GroupBase):
                     each.finish()
 
         kinds = "/".join(dict.fromkeys(reduction.kind for reduction in wanted))
-        return self._collective(name, f"{what}, {kinds}", carry, list(outputs), opts, inputs=inputs)
+        return self._collective(Call(name, f"{what}, {kinds}"), carry, list(outputs), opts, inputs=inputs)
 
     def _reduce_parts(
         self, may_block: bool, parts: list[torch.Tensor], out: torch.Tensor, reduction: Reduction

@@ -17,14 +17,14 @@ import torch
 
 from mpitrain.mpi.engine.collective_queue import Task
 from mpitrain.mpi.process_group.algorithm_choice import adds_up, index_bytes
-from mpitrain.mpi.process_group.base import shape_of
+from mpitrain.mpi.process_group.base import Call, shape_of
 from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
 
 
 def sparse_allreduce(
     group: Any, tensors: Sequence[torch.Tensor], opts: object
-) -> tuple[str, str, Callable[[bool], Task]]:
-    """Name, description and task of the allreduce of tensors that are all sparse, over a `Reductions`.
+) -> tuple[Call, Callable[[bool], Task]]:
+    """Call and task of the allreduce of tensors that are all sparse, over a `Reductions`.
 
     Raises:
         TypeError: tensors are of several layouts, on a device, or are not to be added up.
@@ -45,7 +45,7 @@ def sparse_allreduce(
 
     shapes = "; ".join(f"{tuple(tensor.shape)}, {tensor.sparse_dim()} sparse" for tensor in tensors)
     kinds = "/".join(dict.fromkeys(reduction.kind for reduction in wanted))
-    return "allreduce", f"sparse {shape_of(tensors)} {shapes}, {kinds}", carry
+    return Call("allreduce", f"sparse {shape_of(tensors)} {shapes}, {kinds}"), carry
 
 
 def _carry_one(group: Any, may_block: bool, tensor: torch.Tensor, reduction: Reduction) -> Task:
