@@ -91,7 +91,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     if why_not := why_no_launching("bench"):
         raise UsageError(why_not)
     from mpitrain.search.bench.command import bench_command
-    from mpitrain.search.bench.settings import Request
+    from mpitrain.search.bench.settings import Request, TrainArgs
 
     try:
         words = shlex.split(arguments.train_args)
@@ -106,7 +106,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         workers = () if arguments.virtual_workers else (1, 2)
     return bench_command(
         asked(
-            Request, arguments, path=arguments.job, workers=workers, words=words, overrides=overrides(inner),
-            settings=inner.options,
+            Request, arguments, path=arguments.job, workers=workers,
+            train=TrainArgs(words, overrides(inner), inner.options),
         )
     )  # fmt: skip

@@ -42,9 +42,9 @@ class TableShard:
         self, name: str, partition: Partition, server: int, width: int, dtype: torch.dtype, begin: Begin, group: int
     ):  # fmt: skip
         self.name, self.partition, self.server, self.group = name, partition, server, group
-        self.size, self.width, self._begin_rows = partition.size(server), width, begin
-        self.rows = lazy_zeros((self.size, width), dtype)
-        self._seen = lazy_zeros((self.size,), torch.uint8)
+        self._begin_rows = begin
+        self.rows = lazy_zeros((partition.size(server), width), dtype)
+        self._seen = lazy_zeros((len(self.rows),), torch.uint8)
         self.parameter = nn.Parameter(torch.empty(0, width, dtype=dtype))
         self.parameter.rowwise = True  # type: ignore[attr-defined]
         self._remembered: dict[str, torch.Tensor] = {}  # by row
@@ -53,6 +53,11 @@ class TableShard:
         self._slots = torch.zeros(0, dtype=torch.int64)  # of the update
         self._sum: torch.Tensor | None = None
         self.first_remembered = 0.0
+
+    @property
+    def width(self) -> int:
+        """Numbers a row."""
+        return self.rows.shape[1]
 
     @torch.no_grad()
     def _see(self, slots: torch.Tensor) -> None:
@@ -67,7 +72,7 @@ class TableShard:
 
     def see_all(self) -> None:
         """Begin all rows, a part at a time."""
-        for part in torch.arange(self.size).split(1 << 16):
+        for part in torch.arange(len(self.rows)).split(1 << 16):
             self._see(part)
 
     def read(self, slots: np.ndarray) -> torch.Tensor:
@@ -123,7 +128,7 @@ class TableShard:
 
     def _memory(self, key: str, like: torch.Tensor) -> torch.Tensor:
         if key not in self._remembered:
-            self._remembered[key] = lazy_zeros((self.size, *like.shape[1:]), like.dtype)
+            self._remembered[key] = lazy_zeros((len(self.rows), *like.shape[1:]), like.dtype)
             if self.first_remembered:
                 self._remembered[key][self._begun()] = self.first_remembered
         return self._remembered[key]
@@ -198,7 +203,7 @@ class TableShard:
             self._memory(key, values)[at] = values[mine]
         if "piece" in state:
             if self._piece is None:
-                self._piece = lazy_zeros((self.size,), torch.int16)
+                self._piece = lazy_zeros((len(self.rows),), torch.int16)
             self._piece[at] = state["piece"][mine]
 
 

@@ -52,7 +52,7 @@ class StepReplica(Protocol):
     def reduce_gradients(self) -> Reduction | None:
         """What all average before the worker steps, where the backward pass has not done it."""
 
-    def end_step(self) -> Reduction | None:
+    def end_step(self, turn: StepTurn) -> Reduction | None:
         """The averaging that is due after this step."""
 
     def statistics(self) -> dict[str, float]:
@@ -105,7 +105,7 @@ class AlikeReplica:
     def samples(self) -> int:
         raise NotImplementedError
 
-    def end_step(self) -> None:
+    def end_step(self, turn: StepTurn) -> None:
         """Nothing is left to average."""
 
     def reduce_mean(self) -> Reduction | None:
@@ -204,7 +204,7 @@ class StepWorker:
         )
         computed_s = yield Now()
         yield from self._reduce(replica.reduce_gradients())
-        yield from self._reduce(replica.end_step())
+        yield from self._reduce(replica.end_step(turn))
         self.compute_s += computed_s - began_s
         self.wait_s += (yield Now()) - computed_s
         self.num_steps = turn.step + 1

@@ -250,7 +250,7 @@ class EmptyLocalReplica(_Steps):
         super().__init__()
         self.on_settled: Callable[[], object] = lambda: None
         self.strategy, self.memory = strategy, strategy.begin()
-        self.samples = self.num_averagings = self._count = 0
+        self.samples = self.num_averagings = 0
         self._averages_gradients = False
         self._model_bytes = float(workload.num_parameters * workload.number_bytes)
         self._mean_bytes = (
@@ -262,7 +262,6 @@ class EmptyLocalReplica(_Steps):
     def local_step(self, turn: StepTurn) -> float:
         """It takes its time, which the world knows."""
         self._averages_gradients = self.strategy.averages_gradients(self.memory)
-        self._count = turn.num_samples
         self.samples += turn.num_samples
         return 0.0
 
@@ -270,9 +269,9 @@ class EmptyLocalReplica(_Steps):
         """The mean of all, where the step is one of allreduce."""
         return EmptyReduction(self._model_bytes) if self._averages_gradients else None
 
-    def end_step(self) -> EmptyReduction | None:
+    def end_step(self, turn: StepTurn) -> EmptyReduction | None:
         """The averaging that is due."""
-        return self._average() if self.strategy.on_step(self.memory, self._count) else None
+        return self._average() if self.strategy.on_step(self.memory, turn.num_samples) else None
 
     def settle_checkpoint(self) -> None:
         """A checkpoint may be due."""

@@ -84,10 +84,10 @@ def touched_rows(job: Job, module: nn.Module, tables: list[Table], catalogue: Ca
     with job.data.reader(catalogue, job.seed) as reader:
         batch = reader.batch(0, 0, min(job.batch_size, catalogue.num_samples))
     on_device = to_device(batch, device)
-    kept = [buffer.clone() for buffer in module.buffers() if buffer is not None]
+    kept = [buffer.clone() for buffer in module.buffers()]
     with torch.random.fork_rng(devices=[]):
         found = rows.name(lambda: job.loss(module, on_device))
-    for buffer, value in zip((one for one in module.buffers() if one is not None), kept, strict=True):
+    for buffer, value in zip(module.buffers(), kept, strict=True):
         buffer.copy_(value)
     lookups.remove()
     return [len(ids) for ids in found]

@@ -11,7 +11,7 @@ from mpitrain.errors import UsageError
 from mpitrain.job import Overrides
 from mpitrain.search.bench.page import bench_page
 from mpitrain.search.bench.runs import command, sent_bytes
-from mpitrain.search.bench.settings import Request, Setting, in_turns, load
+from mpitrain.search.bench.settings import Request, Setting, TrainArgs, in_turns, load
 from mpitrain.search.bench.summary import main_metric, summed_up, verdicts, with_efficiency
 from mpitrain.search.bench.text import bench_text
 from tests.ranks import ROOT
@@ -19,8 +19,8 @@ from tests.ranks import ROOT
 JOB = str(ROOT / "jobs" / "digits.py")
 
 
-def request(*strategies, workers=(1, 2, 4), **options):
-    return Request(JOB, strategies, workers, overrides=Overrides(synthetic=True), **options)
+def request(*strategies, workers=(1, 2, 4), words=(), **options):
+    return Request(JOB, strategies, workers, train=TrainArgs(words, Overrides(synthetic=True)), **options)
 
 
 def run(rate, **fields):
@@ -56,9 +56,15 @@ def test_every_worker_takes_the_jobs_batch_or_all_together_the_given_one():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"overrides": Overrides(strategy="sync()")}, "use --strategies"),
-        ({"overrides": Overrides(resume="auto", run_dir="r")}, "--run-dir is set for every run"),
-        ({"overrides": Overrides(batch_size=4), "global_batch_size": 8}, "leave one of them out"),
+        ({"train": TrainArgs(overrides=Overrides(strategy="sync()"))}, "use --strategies"),
+        (
+            {"train": TrainArgs(overrides=Overrides(resume="auto", run_dir="r"))},
+            "--run-dir is set for every run",
+        ),
+        (
+            {"train": TrainArgs(overrides=Overrides(batch_size=4)), "global_batch_size": 8},
+            "leave one of them out",
+        ),
         ({"workers": ()}, "nothing to measure"),
         ({"strategies": ("pipeline(stages=3)",)}, "3"),
         ({"strategies": ("ringreduce",)}, "unknown name 'ringreduce'"),
@@ -68,7 +74,7 @@ def test_what_cannot_be_measured_is_refused_before_any_run(options, said):
     options = {
         "strategies": ("allreduce",),
         "workers": (1,),
-        "overrides": Overrides(synthetic=True),
+        "train": TrainArgs(overrides=Overrides(synthetic=True)),
     } | options
     with pytest.raises(UsageError, match=re.escape(said)):
         load(Request(JOB, **options))

@@ -23,11 +23,26 @@ class ServerSteps:
 
     Args:
         optimizer: the user's, with the options that the servers start from; parameters: what it would update.
+
+    Attributes:
+        begun: hooks have run before a step, and not yet after it.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor]):
         self.hooks, self.options = StepHooks(optimizer, parameters), ChangedOptions(optimizer)
         self._rates = Rates(optimizer)
+        self.begun = False
+
+    def begin(self) -> None:
+        """The hooks before a step whose gradient is here."""
+        self.hooks.before()
+        self.begun = True
+
+    def end(self, broken_off: bool) -> None:
+        """The hooks after it, if it has begun and was not broken off."""
+        begun, self.begun = self.begun, False
+        if begun and not broken_off:
+            self.hooks.after()
 
     def text(self, rates: Sequence[float] | None = None) -> str:
         """What the next push says of the options; `rates` in place of the groups' own."""

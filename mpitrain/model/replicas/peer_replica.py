@@ -72,7 +72,7 @@ class PeerReplica:
         self._delta = torch.zeros_like(self.x)
         self._common = self.x.clone() if strategy.mixes else None  # what all held last
         self._copies: dict[int, torch.Tensor] = {}
-        buffers = [buffer for buffer in model.module.buffers() if buffer is not None]
+        buffers = list(model.module.buffers())
         self._module_buffers = buffers if shared else []
         self._buffers = [buffer.clone() for buffer in buffers] if shared else buffers
         self.num_messages, self.codec_s, self._kept = 0, 0.0, 0.0

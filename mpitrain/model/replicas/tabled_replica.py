@@ -117,7 +117,7 @@ class TabledReplica(Replica):
         """The rows that a batch looks up, as far as a pass with what is here says so."""
         self._enter()
         model = self.model
-        kept = [buffer.clone() for buffer in model.module.buffers() if buffer is not None]
+        kept = [buffer.clone() for buffer in model.module.buffers()]
         model.module.train()
         found: list[Ids] = []
         for number, (batch, _) in enumerate(self.kept.read(lease)):
@@ -133,14 +133,14 @@ class TabledReplica(Replica):
 
     @torch.no_grad()
     def _put_back(self, kept: list[torch.Tensor]) -> None:
-        buffers = [buffer for buffer in self.model.module.buffers() if buffer is not None]
+        buffers = list(self.model.module.buffers())
         for buffer, value in zip(buffers, kept, strict=True):
             buffer.copy_(value)
 
     def gradient(self, lease: Any, step: int) -> Gradient | None:  # type: ignore[override]
         """As any replica's; None, and nothing has changed, where rows are missing."""
         self._enter()
-        kept = [buffer.clone() for buffer in self.model.module.buffers() if buffer is not None]
+        kept = [buffer.clone() for buffer in self.model.module.buffers()]
         self.rows.begin_step()
         try:
             gradient = super().gradient(lease, step)

@@ -9,7 +9,7 @@ them at its first read of the servers' model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -76,14 +76,11 @@ class Replica:
         self.local, self.coder, self.server_steps = between
         self._reader = ReplyReader(model.layout) if model.replies_coded else None
         self._finite = True  # all that the next push is made of
-        self._stepped = False  # hooks have run before a step, and not yet after it
         self._wire_buffers: list[FixedBuffer] | None = None  # the gradient to be pushed
         self._pulled: list[FixedBuffer | None] = [None] * model.layout.num_shards
         self._resumed: dict[int, torch.Tensor] = {}  # own parameters, by shard, until that is read
         self._kept: torch.Tensor | None = None  # own parameters, since the final model takes their place
-        buffers = [buffer for buffer in model.module.buffers() if buffer is not None] if shared else []
-        self._module_buffers = buffers
-        self._buffers = [buffer.clone() for buffer in buffers]
+        self._buffers = [buffer.clone() for buffer in model.module.buffers()] if shared else []
 
     def load(self, shard: int, payload: Any) -> None:
         """Take over one shard's parameters; a wire buffer of the model itself needs no copy. Who has resumed with
@@ -140,8 +137,7 @@ class Replica:
         mean = self.own_gradients.backward(self.model, self.reader, lease, step)
         value = mean.value
         if self.server_steps is not None and self.server_steps.hooks and self._may_step(value):
-            self.server_steps.hooks.before()
-            self._stepped = True
+            self.server_steps.begin()
         gradient = self.collect(value, lease.num_samples, mean.weight)
         self._leave()
         return gradient
@@ -152,13 +148,12 @@ class Replica:
 
     def _after_step(self, broken_off: bool = False) -> None:
         """The hooks after the step before, once its answer is here."""
-        stepped, self._stepped = self._stepped, False
-        if stepped and not broken_off and self.server_steps is not None:
-            self.server_steps.hooks.after()
+        if self.server_steps is not None:
+            self.server_steps.end(broken_off)
 
     def finish(self) -> None:
         """The hooks after a step whose answer is here, where nothing is computed next, or the state is saved first."""
-        if self._stepped:
+        if self.server_steps is not None and self.server_steps.begun:
             self._enter()
             self._after_step()
 
@@ -230,7 +225,7 @@ class Replica:
         for shard, wire_buffer in enumerate(self._pulled):
             if wire_buffer is not None:
                 self.model.install(shard, wire_buffer)
-        for buffer, own in zip(self._module_buffers, self._buffers, strict=True):
+        for buffer, own in self._buffer_pairs():
             buffer.copy_(own)
 
     @torch.no_grad()
@@ -238,8 +233,15 @@ class Replica:
         if self.shared and self.local is not None:
             for shard, now in enumerate(self.model.current()):
                 self._own(shard).body.copy_(now.body)
-        for buffer, own in zip(self._module_buffers, self._buffers, strict=True):
+        for buffer, own in self._buffer_pairs():
             own.copy_(buffer)
+
+    def _buffer_pairs(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """(the module's, this replica's own) where others use the module in between."""
+        return zip(self.model.module.buffers(), self._buffers, strict=True) if self.shared else ()
+
+    def _own_buffers(self) -> Iterable[torch.Tensor]:
+        return self._buffers if self.shared else self.model.module.buffers()
 
     def state(self) -> dict[str, Any]:
         """Buffers (BatchNorm's and the like), what the local optimizer remembers, and parameters where they are this
@@ -247,9 +249,8 @@ class Replica:
         own = {}
         if self.owns_parameters:
             own["parameters"] = self._own_parameters() if self._kept is None else self._kept
-        buffers = self._buffers if self.shared else [b for b in self.model.module.buffers() if b is not None]
         return {
-            "buffers": [buffer.detach().clone() for buffer in buffers],
+            "buffers": [buffer.detach().clone() for buffer in self._own_buffers()],
             "local": _copied(self.local.state()) if self.local else None,
             "coder": self.coder.state() if self.coder else None,
             "remote": _copied(self.server_steps.state()) if self.server_steps else None,
@@ -272,8 +273,7 @@ class Replica:
     @torch.no_grad()
     def restore_buffers(self, state: dict[str, Any]) -> None:
         """Take the buffers of what `state` returned."""
-        buffers = self._buffers if self.shared else [b for b in self.model.module.buffers() if b is not None]
-        for buffer, saved in zip(buffers, state["buffers"], strict=True):
+        for buffer, saved in zip(self._own_buffers(), state["buffers"], strict=True):
             buffer.copy_(saved)
 
 

@@ -42,7 +42,7 @@ class TabledStore(ShardStore):
 
     def __init__(self, tables: Sequence[TableShard], *arguments: Any):
         super().__init__(*arguments, tables=tables)  # type: ignore[misc]
-        self._sizes, self._widths = [one.size for one in tables], [one.width for one in tables]
+        self._sizes, self._widths = [len(one.rows) for one in tables], [one.width for one in tables]
         self._wanted: dict[int, list[Section]] = {}  # of each worker, with its last push
         self._num_updates = 0
         for table in tables:

@@ -105,7 +105,7 @@ def _found(request: Request, job: Job, rows: Sequence[dict[str, Any]]) -> dict[s
         "repeats": request.repeats,
         "seed": job.seed,
         "target": dict(job.target),
-        "train_args": list(request.words),
+        "train_args": list(request.train.words),
         "compute": request.compute,
         "network": request.network,
         "metric": metric[0] if metric else None,

@@ -44,7 +44,7 @@ def command(request: Request, setting: Setting, seed: int, folder: Path) -> list
     ranks = num_ranks(setting.strategy, setting.workers)
     return [
         sys.executable, "-m", "mpitrain", "launch", "--mpi", request.mpi, "-n", str(ranks), "train", request.path,
-        *request.words, "--strategy", setting.asked,
+        *request.train.words, "--strategy", setting.asked,
         "--batch-size", str(setting.batch_size), "--seed", str(seed), "--run-dir", str(folder), "--quiet",
     ]  # fmt: skip
 
@@ -123,7 +123,11 @@ def simulated(request: Request, job: Job, settings: Sequence[Setting], folder: P
         these = [one for one in settings if (one.workers, one.batch_size) == (number, batch)]
         assert batch is not None
         options = replace(
-            request.overrides, strategy=None, batch_size=batch, quiet=True, run_dir=str(folder / f"v{number}")
+            request.train.overrides,
+            strategy=None,
+            batch_size=batch,
+            quiet=True,
+            run_dir=str(folder / f"v{number}"),
         )
         strategies: list[Strategy] = [one.strategy for one in these]
         comparison = Comparison(

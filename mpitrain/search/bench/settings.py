@@ -7,8 +7,8 @@ a row that says why, and the others go on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from mpitrain.errors import UsageError
 from mpitrain.job import Job, Overrides, apply_overrides
@@ -25,12 +25,20 @@ _OWN = {
 }
 
 
+class TrainArgs(NamedTuple):
+    """Options of `mpitrain train` for every run: the words, and what they mean, for the run and for the job file."""
+
+    words: Sequence[str] = ()
+    overrides: Overrides = Overrides()
+    settings: Sequence[str] = ()
+
+
 @dataclass(frozen=True)
 class Request:
     """What the command line asks.
 
     Attributes:
-        path: of the job file; words: options of `mpitrain train` for every run, and overrides: what these mean.
+        path: of the job file; train: what every run is told.
         strategies: texts; workers, virtual_workers: how many, in runs under MPI and in virtual time.
         global_batch_size: of all workers together, the same for every number of them (strong scaling); None: every
             worker takes the job's batch (weak scaling).
@@ -45,9 +53,7 @@ class Request:
     virtual_workers: Sequence[int] = ()
     global_batch_size: int | None = None
     repeats: int = 3
-    words: Sequence[str] = ()
-    overrides: Overrides = field(default_factory=Overrides)
-    settings: Sequence[str] = ()
+    train: TrainArgs = TrainArgs()
     compute: str = "measured(3)"
     network: str = "ideal()"
     mpi: str = "auto"
@@ -63,11 +69,11 @@ class Request:
             UsageError: names the option.
         """
         for name, instead in _OWN.items():
-            if getattr(self.overrides, name):
+            if getattr(self.train.overrides, name):
                 raise UsageError(
                     f"--train-args: --{name.replace('_', '-')} is set for every run; use {instead}"
                 )
-        if self.overrides.batch_size is not None and self.global_batch_size is not None:
+        if self.train.overrides.batch_size is not None and self.global_batch_size is not None:
             raise UsageError(
                 "--global-batch-size follows from no --batch-size: leave one of them out (of each worker, for weak "
                 "scaling, or of all of them, for strong scaling)"
@@ -115,8 +121,8 @@ def load(request: Request) -> tuple[Job, list[Setting]]:
     """
     request.check()
     strategies = [(parse(text, "strategy"), text) for text in dict.fromkeys(request.strategies)]
-    first = replace(request.overrides, strategy=request.strategies[0])
-    job = apply_overrides(load_job(request.path, request.settings), first)
+    first = replace(request.train.overrides, strategy=request.strategies[0])
+    job = apply_overrides(load_job(request.path, request.train.settings), first)
     job.data.scan()  # a pattern that matches nothing is said here, once
     settings = [
         _setting(request, job, strategy, text, number, virtual)

@@ -50,7 +50,7 @@ class RanksInOneProcess(WeighsAtLast):
         """Step this module, which all ranks hold, with the optimizer of `rates`."""
         self.train(module, rates)
         self._shared = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._held = [buffer for buffer in module.buffers() if buffer is not None]
+        self._held = list(module.buffers())
         self._buffers = [[one.clone() for one in self._held] for _ in self.owns]
         if self.codecs is not None:
             self.codecs.attach(module, self.owns)

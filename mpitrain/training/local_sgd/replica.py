@@ -50,15 +50,19 @@ class LocalReplica(Stepper):
     ):
         super().__init__(job, recipe, rank, where)
         self.averager, self.fetch, self.set_measure = averager, fetch, measure
-        self.place = rank, self.num_replicas
         self.on_settled: Callable[[], object] = _nothing
-        self.local_nonfinite = self._skipped = self._count = 0
+        self.local_nonfinite = self._skipped = 0
         self.ended, self.ended_apart, self._refused = False, False, ""
         self._computed: tuple[float, int, int] | None = None  # a gradient that is not used yet
         self._mean: list[torch.Tensor] = []
         self._observed: Part = []
 
     validates_last = False  # but the last averaging, which ends the run
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This worker's number, and how many there are."""
+        return self.own_gradients.worker, self.num_replicas
 
     # ---- what the role asks for
 
@@ -72,7 +76,7 @@ class LocalReplica(Stepper):
         returns the loss."""
         lease = turn.lease
         value = self.compute(self.fetch(lease), lease.num_samples, turn.num_samples)
-        self._computed, self._count = (value, lease.num_samples, turn.num_samples), turn.num_samples
+        self._computed = value, lease.num_samples, turn.num_samples
         if not self.averages_gradients or self.parallel is not None:
             self._move()
         return value
@@ -83,9 +87,9 @@ class LocalReplica(Stepper):
             return None
         return Exchange(self._average_gradients, self._parameter_bytes)
 
-    def end_step(self) -> Exchange | None:
+    def end_step(self, turn: StepTurn) -> Exchange | None:
         """The averaging that is due after this step."""
-        due = self.averager.end_step(self._count)
+        due = self.averager.end_step(turn.num_samples)
         return Exchange(self._average, self.averager.num_bytes) if due else None
 
     def settle_checkpoint(self) -> None:
@@ -141,7 +145,7 @@ class LocalReplica(Stepper):
 
     def _buffers(self) -> list[torch.Tensor]:
         """BatchNorm's and the like."""
-        return [buffer for buffer in self.module.buffers() if buffer is not None]
+        return list(self.module.buffers())
 
     def agree_to_end(self, ends: bool) -> Exchange:
         """The question to all workers whether a validation has ended the run."""

@@ -81,7 +81,6 @@ def _build(session: Session, grid: Grid, part: int) -> tuple[dict[str, Any], lis
         "optimizer": optimizer,
         "owners": owners,
         "untouched": {name: tensor.detach() for name, tensor in untouched.items()},
-        "sizes": [stage.num_parameters for stage in stages],
     }
     return made, [f"{entry}, stage {owners.get(entry.split()[0])}" for entry in parameters], described
 
@@ -109,7 +108,7 @@ class PipelineStepper(SplitStepper):
     """One stage of one pipeline.
 
     Args:
-        owners: stage of every saved tensor; untouched: what no stage holds; sizes: of the stages.
+        owners: stage of every saved tensor; untouched: what no stage holds.
     """
 
     holds_still = True
@@ -123,14 +122,12 @@ class PipelineStepper(SplitStepper):
         device: torch.device,
         owners: dict[str, int],
         untouched: dict[str, torch.Tensor],
-        sizes: list[int],
     ):
         replica, part = grid.place(session.runtime.rank)
         assert isinstance(session.strategy, Pipeline)
         self.strategy = session.strategy
-        self.first, self.last = part == 0, part + 1 == self.strategy.stages
-        super().__init__(session, grid, replica, self.last, device)
-        self.stage, self.owners, self.untouched, self.sizes = stage, owners, untouched, sizes
+        super().__init__(session, grid, replica, part + 1 == self.strategy.stages, device)
+        self.stage, self.owners, self.untouched = stage, owners, untouched
         self.module = stage.module.to(device)
         self.use(optimizer)
         autocast_forward(self.module, session.job.precision, device.type)
@@ -148,12 +145,17 @@ class PipelineStepper(SplitStepper):
         trace.watch(self, backward=("microbatches", trace.COMPUTE))
 
     @property
+    def first(self) -> bool:
+        """Whether this stage reads the samples."""
+        return self.part == 0
+
+    @property
     def holds(self) -> int:
         return self.part
 
     @property
     def reads(self) -> bool:
-        return self.first or self.last
+        return self.first or self.reports_loss
 
     def backward(self, parts: Parts, share: int, weight: float) -> float:
         ((batch, _),) = parts
@@ -162,7 +164,7 @@ class PipelineStepper(SplitStepper):
         self.module.train()
         weight *= self.loss_factor
         self.weight = weight
-        if self.last:
+        if self.reports_loss:
             assert batch is not None
             self.microbatches = cut(batch, num_microbatches)
         inputs = None
@@ -172,7 +174,7 @@ class PipelineStepper(SplitStepper):
         schedule = self._schedule(num_microbatches, share, inputs)
         losses: list[torch.Tensor] = []
         options: dict[str, Any] = (
-            {"target": torch.arange(num_microbatches), "losses": losses} if self.last else {}
+            {"target": torch.arange(num_microbatches), "losses": losses} if self.reports_loss else {}
         )
         if "return_outputs" in inspect.signature(schedule.step).parameters:
             options["return_outputs"] = False
@@ -182,7 +184,11 @@ class PipelineStepper(SplitStepper):
         if self.step >= self.warm_from:
             self.idle_s += waited_s
             self.busy_s += time.monotonic() - began_s - waited_s
-        return sum(float(loss.detach()) for loss in losses) / num_microbatches / weight if self.last else 0.0
+        return (
+            sum(float(loss.detach()) for loss in losses) / num_microbatches / weight
+            if self.reports_loss
+            else 0.0
+        )
 
     def _schedule(self, num_microbatches: int, count: int, inputs: Any) -> Any:
         """torch's schedule for batches of `count` samples; it knows the shapes of its messages beforehand."""
@@ -231,14 +237,14 @@ class PipelineStepper(SplitStepper):
 
         def losses(batch: Batch) -> Observed | None:
             _, output = self.forwarder.forward(model_inputs(job.loss, batch) if self.first else None)
-            if not self.last:
+            if not self.reports_loss:
                 return None
             loss = call_with_output(job.loss, output, batch)
             observed: Observed = call_with_output(self.metrics.observe, output, batch)
             return Observed({LOSS: loss, **observed.means}, observed.kept)
 
         # running statistics are each pipeline's own, and those that are saved are the first one's
-        buffers = [buffer for buffer in self.module.buffers() if buffer is not None]
+        buffers = list(self.module.buffers())
         values = [buffer.detach().clone() for buffer in buffers]
         for value in values if self.grid.num_replicas > 1 else ():
             dist.broadcast(value, self.grid.ranks[0][self.part], group=self.alike)
@@ -283,16 +289,16 @@ class PipelineStepper(SplitStepper):
         }
 
     def conclude(self) -> dict[str, Any]:
-        shares = self.session.runtime.allgather(self._idle_share())
-        by_stage = list(zip(*([shares[rank] for rank in row] for row in self.grid.ranks), strict=True))
+        told = self.session.runtime.allgather((self._idle_share(), self.stage.num_parameters))
+        by_stage = list(zip(*([told[rank] for rank in row] for row in self.grid.ranks), strict=True))
         return {
             "pipeline": {
                 "stages": self.strategy.stages,
                 "microbatches": self.strategy.microbatches,
                 "schedule": self.strategy.schedule,
                 "bubble": self.strategy.bubble,
-                "idle_share": [sum(stage) / len(stage) for stage in by_stage],
-                "parameters": self.sizes,
+                "idle_share": [sum(share for share, _ in stage) / len(stage) for stage in by_stage],
+                "parameters": [stage[0][1] for stage in by_stage],
             }
         }
 

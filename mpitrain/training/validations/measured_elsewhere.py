@@ -52,7 +52,7 @@ class MeasuredByWorkers:
     def _tensors(self) -> list[torch.Tensor]:
         """All that training changes."""
         model = self.replica.model
-        buffers = [buffer for buffer in model.module.buffers() if buffer is not None]
+        buffers = list(model.module.buffers())
         return [*model.parameters, *model.reduced, *buffers]
 
     def begin(self, averages: dict[int, Payload]) -> None:

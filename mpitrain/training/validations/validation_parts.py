@@ -73,7 +73,7 @@ def measure_together(
 @contextlib.contextmanager
 def buffers_of_first(runtime: Ranks, module: nn.Module) -> Iterator[None]:
     """Collective: running statistics are each rank's own, and those that are saved are rank 0's."""
-    buffers = [buffer for buffer in module.buffers() if buffer is not None]
+    buffers = list(module.buffers())
     if runtime.size == 1 or not buffers:
         yield
         return
