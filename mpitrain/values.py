@@ -15,7 +15,7 @@ import importlib
 import io
 import tokenize
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from mpitrain.errors import UsageError
 from mpitrain.one_at_a_time import FILLING, parse_expression
@@ -56,16 +56,14 @@ class Value:
 V = TypeVar("V", bound=type[Value])
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def register(kind: str, name: str) -> Callable[[V], V]:
-    """Class decorator: make a `Value` dataclass known to the parser as `name`, usable where a `kind` is
-    expected.
-
-    Also keeps dataclass from replacing the short `repr`, so apply it outside `@dataclass(frozen=True,
-    repr=False)`.
-    """
+    """Class decorator: make a frozen dataclass of a `Value` with fields, which keeps the short `repr`, and make it
+    known to the parser as `name`, usable where a `kind` is expected."""
 
     def enter(cls: V) -> V:
         assert (kind, name) not in _registry, f"the {kind} {name} is registered twice"
+        dataclasses.dataclass(frozen=True, repr=False)(cls)
         cls.name, cls.kind = name, kind
         _registry[kind, name] = cls
         return cls

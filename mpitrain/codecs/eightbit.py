@@ -9,7 +9,6 @@ Invariants: blocks start anew with every parameter (and every chunk of one), the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from mpitrain.codecs import message_format
@@ -77,7 +76,6 @@ def add(received: message_format.Received) -> None:
 
 
 @register("codec", "eightbit")
-@dataclass(frozen=True, repr=False)
 class EightBit(Feedback):
     """A quarter of the bytes: int8 with a float32 scale for 256 numbers.
 

@@ -7,7 +7,6 @@ bfloat16 has 7 and the range of float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.codecs import message_format
@@ -62,7 +61,6 @@ def add(received: message_format.Received) -> None:
 
 
 @register("codec", "float16")
-@dataclass(frozen=True, repr=False)
 class Float16(Codec):
     """Half the bytes; 10 bits of fraction, infinite above 65504. Sums are taken in float32 over MPI."""
 
@@ -74,7 +72,6 @@ class Float16(Codec):
 
 
 @register("codec", "bfloat16")
-@dataclass(frozen=True, repr=False)
 class BFloat16(Codec):
     """Half the bytes; 7 bits of fraction, the range of float32. Sums are taken in float32 over MPI."""
 

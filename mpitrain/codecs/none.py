@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from mpitrain.codecs.base import Codec
@@ -10,7 +9,6 @@ from mpitrain.values import register
 
 
 @register("codec", "none")
-@dataclass(frozen=True, repr=False)
 class Uncompressed(Codec):
     """Numbers travel as they are."""
 

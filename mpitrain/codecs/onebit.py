@@ -9,7 +9,6 @@ first dimension of any other tensor. Within a column the residuals of each sign 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from mpitrain.codecs import message_format
@@ -89,7 +88,6 @@ def add(received: message_format.Received) -> None:
 
 
 @register("codec", "onebit")
-@dataclass(frozen=True, repr=False)
 class OneBit(Feedback):
     """Signs, and two means for what flows into each output: 32 times fewer bytes.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, ClassVar
 
@@ -180,7 +179,6 @@ def add(received: message_format.Received) -> None:
 
 
 @register("codec", "powersgd")
-@dataclass(frozen=True, repr=False)
 class PowerSGD(Feedback):
     """Each n x m matrix travels as rank (n + m) numbers.
 

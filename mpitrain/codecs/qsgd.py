@@ -11,7 +11,6 @@ The randomness is keyed by (seed, worker, message, parameter), so a message can 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 from zlib import crc32
 
@@ -93,7 +92,6 @@ def add(received: message_format.Received) -> None:
 
 
 @register("codec", "qsgd")
-@dataclass(frozen=True, repr=False)
 class QSGD(Feedback):
     """Unbiased stochastic levels -s..s of the largest of 512 numbers: 4 bits a number for s = 7.
 

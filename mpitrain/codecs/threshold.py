@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.codecs import index_coding, message_format
@@ -147,7 +146,6 @@ def add(received: message_format.Received) -> None:
 
 
 @register("codec", "threshold")
-@dataclass(frozen=True, repr=False)
 class Threshold(Feedback):
     """+tau or -tau where the residual has reached tau: 2500 times fewer bytes at a density of 1e-3.
 

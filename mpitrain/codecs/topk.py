@@ -12,7 +12,6 @@ at most ten times. A dense message (warm-up) sends r + v and masks nothing: with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.codecs import index_coding, message_format
@@ -135,7 +134,6 @@ def add(received: message_format.Received) -> None:
 
 
 @register("codec", "topk")
-@dataclass(frozen=True, repr=False)
 class TopK(Feedback):
     """The largest numbers of each parameter, by a sampled threshold.
 

@@ -41,7 +41,6 @@ class AtWorker(Injection):
 
 
 @register("inject", "slow")
-@dataclass(frozen=True, repr=False)
 class Slow(AtWorker):
     """Every gradient takes `factor` times as long: the worker sleeps (factor - 1) times what it computed."""
 
@@ -57,7 +56,6 @@ class Slow(AtWorker):
 
 
 @register("inject", "pause")
-@dataclass(frozen=True, repr=False)
 class Pause(AtWorker):
     """Once in every start of the run, after gradient number `at_step` of it (from 0), the worker sleeps `seconds`."""
 
@@ -75,7 +73,6 @@ class Pause(AtWorker):
 
 
 @register("inject", "slow_reader")
-@dataclass(frozen=True, repr=False)
 class SlowReader(AtWorker):
     """Whatever is sent to the worker is received `seconds` late; it is under way meanwhile, and its sender holds it."""
 
@@ -87,7 +84,6 @@ class SlowReader(AtWorker):
 
 
 @register("inject", "stall")
-@dataclass(frozen=True, repr=False)
 class Stall(AtWorker):
     """After each gradient, with probability `chance`, the worker sleeps `seconds`. The draw is keyed by (seed,
     worker, step), so the same gradients stall in both worlds.
@@ -120,7 +116,6 @@ class Fault(AtWorker):
 
 
 @register("inject", "kill")
-@dataclass(frozen=True, repr=False)
 class Kill(Fault):
     """SIGKILL, `after_s` later: in the middle of whatever is under way then."""
 
@@ -133,50 +128,42 @@ class Kill(Fault):
 
 
 @register("inject", "kill_at_end")
-@dataclass(frozen=True, repr=False)
 class KillAtEnd(AtWorker):
     """SIGKILL when all has been pushed and it falls to this worker to save and validate the final model, before it
     does."""
 
 
 @register("inject", "segv")
-@dataclass(frozen=True, repr=False)
 class Segv(Fault):
     """SIGSEGV, as from a bug in native code."""
 
 
 @register("inject", "exit")
-@dataclass(frozen=True, repr=False)
 class Exit(Fault):
     """The process exits with code 3 without ending MPI: the one death that ULFM does not report."""
 
 
 @register("inject", "raise")
-@dataclass(frozen=True, repr=False)
 class Raise(Fault):
     """An exception in the user's code."""
 
 
 @register("inject", "stop")
-@dataclass(frozen=True, repr=False)
 class Stop(Fault):
     """SIGSTOP: the process is there and does nothing."""
 
 
 @register("inject", "wedge")
-@dataclass(frozen=True, repr=False)
 class Wedge(Fault):
     """It waits in user code for ever; its watchdog (`--watchdog-s`) is what ends it."""
 
 
 @register("inject", "nan")
-@dataclass(frozen=True, repr=False)
 class Nan(Fault):
     """The gradient is not finite."""
 
 
 @register("inject", "torn")
-@dataclass(frozen=True, repr=False)
 class Torn(Fault):
     """The payload that carries the gradient is torn."""
 
@@ -198,19 +185,16 @@ class FileFault(Injection):
 
 
 @register("inject", "disk_full")
-@dataclass(frozen=True, repr=False)
 class DiskFull(FileFault):
     """The file cannot be written to its end."""
 
 
 @register("inject", "corrupt_file")
-@dataclass(frozen=True, repr=False)
 class CorruptFile(FileFault):
     """A bit of its tensors flips when it has been written."""
 
 
 @register("inject", "crash")
-@dataclass(frozen=True, repr=False)
 class Crash(Injection):
     """The whole job ends, as when a node, its power or its time is gone, and is started again from its newest
     checkpoint; in virtual time only.

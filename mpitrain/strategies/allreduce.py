@@ -6,7 +6,7 @@ nothing to decide.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
 
 from mpitrain.codecs.base import Codec
@@ -16,7 +16,6 @@ from mpitrain.values import register
 
 
 @register("strategy", "allreduce")
-@dataclass(frozen=True, repr=False)
 class AllReduce(Strategy):
     """Every rank is a worker; gradients are averaged by torch's DDP over MPI, while backward still runs.
 

@@ -13,7 +13,7 @@ and in `topology.py`, from counts alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
 
 from mpitrain.codecs.base import Codec
@@ -29,7 +29,6 @@ SPARSE_GAMMA = 0.1
 
 
 @register("strategy", "decentralized")
-@dataclass(frozen=True, repr=False)
 class Decentralized(Strategy):
     """Every rank is a peer: all apply each other's updates, or each mixes its parameters with its neighbours'.
 

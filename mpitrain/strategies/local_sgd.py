@@ -28,13 +28,11 @@ class Outer(Value):
 
 
 @register("outer", "average")
-@dataclass(frozen=True, repr=False)
 class Average(Outer):
     """The mean itself: x = x0 - d."""
 
 
 @register("outer", "slowmo")
-@dataclass(frozen=True, repr=False)
 class SlowMo(Outer):
     """A slow momentum: u = beta u + d / eta; x = x0 - rate eta u, eta the workers' learning rate.
 
@@ -53,7 +51,6 @@ class SlowMo(Outer):
 
 
 @register("outer", "diloco")
-@dataclass(frozen=True, repr=False)
 class DiLoCo(Outer):
     """Nesterov's momentum on the averaged difference: v = momentum v + d; x = x0 - rate (d + momentum v).
 
@@ -72,7 +69,6 @@ class DiLoCo(Outer):
 
 
 @register("strategy", "localsgd")
-@dataclass(frozen=True, repr=False)
 class LocalSGD(Strategy):
     """Every rank is a worker with an optimizer of its own; parameters are averaged every `period`.
 

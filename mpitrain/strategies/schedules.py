@@ -118,7 +118,6 @@ class ByFunction(Schedule):
 
 
 @register("schedule", "constant_rate")
-@dataclass(frozen=True, repr=False)
 class ConstantRate(Schedule):
     """The job's own rate, always: the factor is 1."""
 
@@ -127,7 +126,6 @@ class ConstantRate(Schedule):
 
 
 @register("schedule", "cosine")
-@dataclass(frozen=True, repr=False)
 class Cosine(Schedule):
     """From 1 to `floor` along half a cosine over `epochs` epochs.
 
@@ -148,7 +146,6 @@ class Cosine(Schedule):
 
 
 @register("schedule", "decay")
-@dataclass(frozen=True, repr=False)
 class Decay(Schedule):
     """A staircase: the rate is multiplied by `by` every `every` epochs."""
 
@@ -164,7 +161,6 @@ class Decay(Schedule):
 
 
 @register("schedule", "gradual")
-@dataclass(frozen=True, repr=False)
 class Gradual(Schedule):
     """From 1 to k, linearly over the first `epochs` epochs, then k times `then`.
 

@@ -8,14 +8,11 @@ in accepted samples, one shard could wait for workers that another does not let 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mpitrain.errors import UsageError
 from mpitrain.values import Value, register
 
 
 @register("warmup", "warmup")
-@dataclass(frozen=True, repr=False)
 class Warmup(Value):
     """`workers` replicas train alone for `epochs` epochs of samples; 0 epochs is no warm-up."""
 

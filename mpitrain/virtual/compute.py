@@ -59,7 +59,6 @@ class ComputeLaw(Value):
 
 
 @register("compute", "constant")
-@dataclass(frozen=True, repr=False)
 class Constant(ComputeLaw):
     """`mean` seconds, spread evenly by `jitter` of it to either side: uniform on mean * [1 - jitter, 1 +
     jitter].
@@ -73,7 +72,6 @@ class Constant(ComputeLaw):
 
 
 @register("compute", "exponential")
-@dataclass(frozen=True, repr=False)
 class Exponential(ComputeLaw):
     """Exponential with the given mean."""
 
@@ -84,7 +82,6 @@ class Exponential(ComputeLaw):
 
 
 @register("compute", "shifted_exponential")
-@dataclass(frozen=True, repr=False)
 class ShiftedExponential(ComputeLaw):
     """`shift` plus an exponential of mean `mean`: the usual model of stragglers (Lee et al. 2018, Dutta et
     al. 2018).
@@ -98,7 +95,6 @@ class ShiftedExponential(ComputeLaw):
 
 
 @register("compute", "lognormal")
-@dataclass(frozen=True, repr=False)
 class LogNormal(ComputeLaw):
     """Log-normal with the given mean; `sigma` is the spread of the logarithm (1 is a long tail)."""
 

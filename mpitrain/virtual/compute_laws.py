@@ -36,7 +36,6 @@ def _hold(law: ComputeLaw, key: str, holds: bool, otherwise: str) -> None:
 
 
 @register("compute", "gamma")
-@dataclass(frozen=True, repr=False)
 class Gamma(ComputeLaw):
     """Gamma with the given mean; the standard deviation is mean / sqrt(shape), so a large `shape` is steady and 1 is
     exponential."""
@@ -53,7 +52,6 @@ class Gamma(ComputeLaw):
 
 
 @register("compute", "pareto")
-@dataclass(frozen=True, repr=False)
 class Pareto(ComputeLaw):
     """Pareto with the given mean: longer than x with probability (least / x)^alpha, where least = mean (alpha - 1) /
     alpha. The variance is infinite up to alpha = 2."""
@@ -70,7 +68,6 @@ class Pareto(ComputeLaw):
 
 
 @register("compute", "bernoulli")
-@dataclass(frozen=True, repr=False)
 class Bernoulli(ComputeLaw):
     """The times of another law, each of which is `factor` times as long with probability `chance`.
 
@@ -98,7 +95,6 @@ class Bernoulli(ComputeLaw):
 
 
 @register("compute", "persistent")
-@dataclass(frozen=True, repr=False)
 class Persistent(ComputeLaw):
     """The times of another law, multiplied by a factor that every worker keeps: machines that differ.
 
@@ -128,7 +124,6 @@ class Persistent(ComputeLaw):
 
 
 @register("compute", "trace")
-@dataclass(frozen=True, repr=False)
 class Recorded(ComputeLaw):
     """The times that a run's workers took, in their order and over again: those of the steps that it was told to trace
     (`mpitrain train --trace steps=0:1000`). Further workers take the times of the first ones.
@@ -239,7 +234,6 @@ def _covered(intervals: list[tuple[float, float]], until: float) -> float:
 
 
 @register("compute", "measured")
-@dataclass(frozen=True, repr=False)
 class MeasuredCompute(ComputeLaw):
     """The times of this job's batches on this machine: timed before the simulation begins, and drawn from among those.
     The result says what forward and backward pass, reading, the optimizer, the codec and a validation have taken;

@@ -7,7 +7,6 @@ are zero unless they are given.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from mpitrain.errors import UsageError
 from mpitrain.values import Value, register
@@ -16,7 +15,6 @@ LEAST_GB_PER_S = 1e-12  # so that seconds stay finite
 
 
 @register("costs", "costs")
-@dataclass(frozen=True, repr=False)
 class Costs(Value):
     """Seconds that are charged besides those of the compute law. 0 everywhere: nothing is charged.
 

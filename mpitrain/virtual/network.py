@@ -83,7 +83,6 @@ class NetworkLaw(Value):
 
 
 @register("network", "ideal")
-@dataclass(frozen=True, repr=False)
 class Ideal(NetworkLaw):
     """Messages arrive at once."""
 
@@ -92,7 +91,6 @@ class Ideal(NetworkLaw):
 
 
 @register("network", "link")
-@dataclass(frozen=True, repr=False)
 class Link(NetworkLaw):
     """Every rank has one full-duplex link of its own that carries one message at a time (LogGP with a shared
     receiver): many workers pushing to one server queue at its link, which is where a parameter server
@@ -122,7 +120,6 @@ class Link(NetworkLaw):
 
 
 @register("network", "cluster")
-@dataclass(frozen=True, repr=False)
 class Cluster(NetworkLaw):
     """Nodes of several ranks. The ranks of a node share its adapter, each direction of which carries one message at a
     time, or shares its rate fairly among the pairs of ranks that send. Ranks are numbered node by node; servers stand
@@ -212,7 +209,6 @@ class Cluster(NetworkLaw):
 
 
 @register("network", "gbe1")
-@dataclass(frozen=True, repr=False)
 class GigabitEthernet(Cluster):
     """A `cluster` on gigabit Ethernet: 118.2 MB/s and 23.6 us through a switch (NW-Grid, "Gigabit Ethernet MPI
     Performance Tests", http://www.nw-grid.ac.uk/LivMPI, Broadcom BCM5704)."""
@@ -222,7 +218,6 @@ class GigabitEthernet(Cluster):
 
 
 @register("network", "gbe10")
-@dataclass(frozen=True, repr=False)
 class TenGigabitEthernet(Cluster):
     """A `cluster` on 10 Gbit/s Ethernet, the nominal rate (IEEE 802.3ae). The latency is assumed: that of gbe1, most of
     which is the protocol's in the operating system."""
@@ -232,7 +227,6 @@ class TenGigabitEthernet(Cluster):
 
 
 @register("network", "gbe100")
-@dataclass(frozen=True, repr=False)
 class HundredGigabitEthernet(Cluster):
     """A `cluster` on 100 Gbit/s Ethernet, the nominal rate (IEEE 802.3ba). The latency is assumed: that of gbe1, most
     of which is the protocol's in the operating system."""
@@ -242,7 +236,6 @@ class HundredGigabitEthernet(Cluster):
 
 
 @register("network", "hdr")
-@dataclass(frozen=True, repr=False)
 class Hdr(Cluster):
     """A `cluster` on HDR InfiniBand, 200 Gbit/s nominal: 192 Gbit/s and 1.2 us (Microsoft, "HBv3-series virtual machine
     performance"; it prints GB/s for Gbit/s)."""
@@ -252,7 +245,6 @@ class Hdr(Cluster):
 
 
 @register("network", "ndr")
-@dataclass(frozen=True, repr=False)
 class Ndr(Cluster):
     """A `cluster` on NDR InfiniBand: 400 Gbit/s and less than 2 us, of which 2 are taken (Microsoft, "HBv4-series
     virtual machine performance")."""
@@ -262,7 +254,6 @@ class Ndr(Cluster):
 
 
 @register("network", "slingshot")
-@dataclass(frozen=True, repr=False)
 class Slingshot(Cluster):
     """A `cluster` on Slingshot 11: 200 Gbit/s an adapter (https://glennklockwood.com/garden/slingshot; De Sensi et al.,
     "An In-Depth Analysis of the Slingshot Interconnect", 2020, for its switches). The latency is assumed: ndr's."""
@@ -272,7 +263,6 @@ class Slingshot(Cluster):
 
 
 @register("network", "measured")
-@dataclass(frozen=True, repr=False)
 class MeasuredNetwork(NetworkLaw):
     """A `cluster` with the medians of what `mpitrain doctor --comm --json FILE` has measured between nodes and within
     them. The link inside a node is left as a cluster has it where the file has one rank a node. Where the file says

@@ -72,7 +72,9 @@ def test_ranks_go_on_with_what_one_left_and_agree_that_nothing_is_to_do(tmp_path
         assert [each[1] for each in told] == [written] * 3
         assert sums(tmp_path) == whole and (tmp_path / FILES[3]).stat().st_mtime_ns == before
     with pytest.raises(UsageError, match=r"holds another pack \(seed=0\)"):
-        on_ranks(3, lambda ranks: pack(ARRAYS, tmp_path, PackOptions(0.25, 300, 64, 1), source="test", ranks=ranks))
+        on_ranks(
+            3, lambda ranks: pack(ARRAYS, tmp_path, PackOptions(0.25, 300, 64, 1), source="test", ranks=ranks)
+        )
 
 
 @pytest.mark.parametrize("size", [1, 3])

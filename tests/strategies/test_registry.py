@@ -25,7 +25,6 @@ EXPONENTIAL = '''\
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 from mpitrain.errors import UsageError
@@ -34,7 +33,6 @@ from mpitrain.values import register
 
 
 @register("damping", "exponential")
-@dataclass(frozen=True, repr=False)
 class Exponential(Damping):
     """A gradient counts by an exponential of its staleness: c(tau) = exp(-beta tau)."""
 
@@ -55,7 +53,6 @@ TRUST = '''\
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.strategies.damping.base import Correction, Damping, Numbers
@@ -81,7 +78,6 @@ class TrustRegion(Correction):
 
 
 @register("damping", "trust")
-@dataclass(frozen=True, repr=False)
 class Trust(Damping):
     """A number of the gradient counts while its parameter is near to where it was read."""
 
@@ -96,7 +92,6 @@ EVERY_SECOND = '''\
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.strategies.base import Arrival, ServerStrategy, Verdict
@@ -104,7 +99,6 @@ from mpitrain.values import register
 
 
 @register("strategy", "every_second")
-@dataclass(frozen=True, repr=False)
 class EverySecond(ServerStrategy):
     """A server applies every second gradient of each worker on arrival, and drops the others."""
 
@@ -125,7 +119,6 @@ SIGNS = '''\
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from mpitrain.codecs import message_format
@@ -168,7 +161,6 @@ def add(received: Received) -> None:
 
 
 @register("codec", "signs")
-@dataclass(frozen=True, repr=False)
 class Signs(Feedback):
     """Signs, and the mean magnitude of each parameter: 32 times fewer bytes."""
 

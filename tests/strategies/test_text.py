@@ -14,7 +14,6 @@ from mpitrain.virtual import Constant, Link, ShiftedExponential
 
 
 @register("test", "nested")
-@dataclasses.dataclass(frozen=True, repr=False)
 class Nested(Value):
     inner: Value = dataclasses.field(default=strategies.Keep(), metadata={"kind": "damping"})
     label: str = "a b"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from mpitrain.errors import UsageError
 from mpitrain.reporting.targets import Choice
@@ -21,7 +20,6 @@ RULE_KIND = "early stopping"
 
 
 @register(RULE_KIND, "asha")
-@dataclass(frozen=True, repr=False)
 class Asha(Value):
     """The best 1/reduction of the settings that have trained for `least` epochs go on to reduction x least, and
     so on; those of the last rung are trained to their end."""

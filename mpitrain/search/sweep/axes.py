@@ -41,7 +41,6 @@ class Distribution(Value):
 
 
 @register(KIND, "uniform")
-@dataclass(frozen=True, repr=False)
 class Uniform(Distribution):
     """A number between `low` and `high`, all equally likely."""
 
@@ -53,7 +52,6 @@ class Uniform(Distribution):
 
 
 @register(KIND, "log_uniform")
-@dataclass(frozen=True, repr=False)
 class LogUniform(Distribution):
     """A number between `low` and `high` whose logarithm is uniform: as many between 0.001 and 0.01 as between 0.01 and
     0.1."""
@@ -71,7 +69,6 @@ class LogUniform(Distribution):
 
 
 @register(KIND, "integers")
-@dataclass(frozen=True, repr=False)
 class Integers(Distribution):
     """A whole number from `low` to `high`, both included; with `log`, small ones are as likely as in `log_uniform`."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from mpitrain.errors import UsageError
@@ -21,7 +20,6 @@ class DelayCompensation(Correction):
 
 
 @register("damping", "delay_compensated")
-@dataclass(frozen=True, repr=False)
 class DelayCompensated(Damping):
     """A gradient is corrected by the first Taylor term: g <- g + lam * g * g * (w_now - w_read), elementwise.
 

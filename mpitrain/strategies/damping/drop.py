@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mpitrain.errors import UsageError
 from mpitrain.strategies.damping.base import Damping
 from mpitrain.values import register
 
 
 @register("damping", "drop")
-@dataclass(frozen=True, repr=False)
 class Drop(Damping):
     """A gradient staler than `limit` is dropped and counted: c(tau) = 1 if tau <= limit else 0."""
 

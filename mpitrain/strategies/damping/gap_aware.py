@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
@@ -37,7 +36,6 @@ class GapAwareness(Correction):
 
 
 @register("damping", "gap_aware")
-@dataclass(frozen=True, repr=False)
 class GapAware(Damping):
     """What has moved far since the read counts less: g <- (g + weight decay * w_now) / (1 + |w_now - w_read| / C).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from mpitrain.strategies.damping.base import Damping
@@ -10,7 +9,6 @@ from mpitrain.values import register
 
 
 @register("damping", "inverse")
-@dataclass(frozen=True, repr=False)
 class Inverse(Damping):
     """A gradient counts by one over its staleness: c(tau) = 1 if tau = 0 else 1/tau.
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mpitrain.strategies.damping.base import Damping
 from mpitrain.values import register
 
 
 @register("damping", "keep")
-@dataclass(frozen=True, repr=False)
 class Keep(Damping):
     """Every gradient counts in full, however stale: c(tau) = 1.
 

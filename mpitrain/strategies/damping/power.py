@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from mpitrain.errors import UsageError
@@ -11,7 +10,6 @@ from mpitrain.values import register
 
 
 @register("damping", "power")
-@dataclass(frozen=True, repr=False)
 class Power(Damping):
     """A gradient counts by a power of its staleness: c(tau) = (1 + tau)^-exponent.
 

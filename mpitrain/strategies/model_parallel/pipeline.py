@@ -11,7 +11,6 @@ microbatches' gradients in the same order, so they make the same bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from mpitrain.errors import UsageError
@@ -23,7 +22,6 @@ TOGETHER = ("replicas", "stages")
 
 
 @register("strategy", "pipeline")
-@dataclass(frozen=True, repr=False)
 class Pipeline(Split):
     """The layers are split over `stages` ranks; the other ranks are further pipelines, and gradients are averaged.
 

@@ -10,7 +10,6 @@ gradients are averaged across replicas.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from mpitrain.errors import UsageError
@@ -19,7 +18,6 @@ from mpitrain.values import register
 
 
 @register("strategy", "sharded")
-@dataclass(frozen=True, repr=False)
 class Sharded(Split):
     """Parameters, gradients and optimizer state are shared out over all ranks (torch's FSDP2).
 

@@ -9,14 +9,11 @@ node.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mpitrain.strategies.model_parallel.base import Split, at_least_one
 from mpitrain.values import register
 
 
 @register("strategy", "tensor")
-@dataclass(frozen=True, repr=False)
 class TensorParallel(Split):
     """Each model is held by `parallel` ranks, its layers sliced as the job's `tensor_plan` says.
 

@@ -9,7 +9,6 @@ Downpour SGD, Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.strategies.base import Arrival, ServerStrategy, Verdict
@@ -17,7 +16,6 @@ from mpitrain.values import register
 
 
 @register("strategy", "async")
-@dataclass(frozen=True, repr=False)
 class Async(ServerStrategy):
     """A server applies each gradient on arrival, and its worker goes on at once; nobody waits for anybody.
 

@@ -41,7 +41,6 @@ class Batching(Value):
 
 
 @register("batching", "per_worker")
-@dataclass(frozen=True, repr=False)
 class PerWorker(Batching):
     """Every worker's batch is the job's `batch_size`."""
 
@@ -50,7 +49,6 @@ class PerWorker(Batching):
 
 
 @register("batching", "per_round")
-@dataclass(frozen=True, repr=False)
 class PerRound(Batching):
     """The job's `batch_size` is divided among the workers that take part.
 
@@ -66,7 +64,6 @@ class PerRound(Batching):
 
 
 @register("batching", "by_speed")
-@dataclass(frozen=True, repr=False)
 class BySpeed(Batching):
     """Slow workers get smaller batches, in proportion to the samples a second that each was last seen to make.
 

@@ -20,7 +20,6 @@ this does not follow, and shards that see the pushes in different orders do lock
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
@@ -29,7 +28,6 @@ from mpitrain.values import register
 
 
 @register("strategy", "bounded")
-@dataclass(frozen=True, repr=False)
 class Bounded(ServerStrategy):
     """As async, but no gradient is ever more than `staleness` versions old when it is applied.
 

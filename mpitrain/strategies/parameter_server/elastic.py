@@ -11,7 +11,6 @@ EAMSGD with `SGD(momentum=0.99, nesterov=True)`. Their stability limit for one w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
@@ -21,7 +20,6 @@ from mpitrain.values import register
 
 
 @register("strategy", "elastic")
-@dataclass(frozen=True, repr=False)
 class Elastic(ServerStrategy):
     """Workers train parameters of their own, tied to a centre on the server (EASGD, EAMSGD).
 

@@ -10,7 +10,6 @@ its batch touches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from mpitrain.errors import UsageError
@@ -26,7 +25,6 @@ ID_BYTES = 4  # of a row's number in a message, at most
 
 
 @register("strategy", "hybrid")
-@dataclass(frozen=True, repr=False)
 class Hybrid(Sync):
     """Dense parameters by an all-reduce among the workers, which step them; rows of tables by servers.
 

@@ -11,7 +11,6 @@ synchronous SGD.
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
@@ -20,7 +19,6 @@ from mpitrain.values import register
 
 
 @register("strategy", "softsync")
-@dataclass(frozen=True, repr=False)
 class SoftSync(ServerStrategy):
     """A server gathers any `updates` gradients and applies their damped mean.
 

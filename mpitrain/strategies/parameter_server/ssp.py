@@ -11,7 +11,6 @@ worker that leaves takes its clock with it, and one that joins starts at the slo
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
@@ -20,7 +19,6 @@ from mpitrain.values import register
 
 
 @register("strategy", "ssp")
-@dataclass(frozen=True, repr=False)
 class StaleSync(ServerStrategy):
     """As async, but a worker waits that is more than `bound` pushes ahead of the slowest.
 

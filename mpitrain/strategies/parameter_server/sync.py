@@ -10,7 +10,6 @@ take part; when workers leave at the end of the data, N shrinks with them.
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
@@ -45,7 +44,6 @@ def _on_leave(blocked: Set[int], active: Set[int], quorum: int) -> Verdict:
 
 
 @register("strategy", "sync")
-@dataclass(frozen=True, repr=False)
 class Sync(ServerStrategy):
     """A server waits for the gradients of all N workers and applies their mean.
 
@@ -76,7 +74,6 @@ class Sync(ServerStrategy):
 
 
 @register("strategy", "backup")
-@dataclass(frozen=True, repr=False)
 class Backup(ServerStrategy):
     """A server waits for the first N - spare gradients of a version, and drops the rest.
 
