@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from mpitrain.cli import (
     bench,
     compare,
-    completion,
     data,
     doctor,
     ensemble,
@@ -34,6 +33,7 @@ from mpitrain.cli import (
     sweep,
     train,
 )
+from mpitrain.cli.common import completion
 from mpitrain.cli.common.config import words_of
 from mpitrain.cli.common.parser import Parser
 from mpitrain.errors import (
