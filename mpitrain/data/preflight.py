@@ -15,7 +15,6 @@ import numpy as np
 
 from mpitrain.data.format.catalogue import OFFSETS, ArraySpec, Catalogue
 from mpitrain.data.format.columns import Array, Columns, Ragged
-from mpitrain.data.read.batch import tensors_of
 from mpitrain.data.sources.base import Source as PackSource
 from mpitrain.errors import DataError
 from mpitrain.system.files.outside import Trust
@@ -252,6 +251,7 @@ def _look_at_shards(source: Shards, catalogue: Catalogue, found: Preflight, unti
 
 def _look_at_samples(source: Samples, catalogue: Catalogue, found: Preflight, until: float) -> None:
     from mpitrain.data.datasets.samples import Loading
+    from mpitrain.data.read.batch import tensors_of  # and with it torch
 
     load = Loading(source, 0)
     count = catalogue.num_stored

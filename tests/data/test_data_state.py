@@ -66,7 +66,7 @@ def test_with_as_many_ranks_the_batches_are_those_of_a_pass_without_a_break():
 def test_batches_from_a_loaders_workers_are_counted_by_who_takes_them(num_workers):
     batches = SAMPLES.batches(10)
     loader = iter(DataLoader(batches, None, num_workers=num_workers))
-    found = [number for _ in range(3) for number in next(loader)["x"].tolist()]
+    found = [number for _ in range(3) for number in next(loader)[0].tolist()]  # torch makes lists of pairs
     with pytest.raises(UsageError, match="state_dict.batches=N, num_workers=W"):
         batches.state_dict()
     state = batches.state_dict(3, num_workers)
