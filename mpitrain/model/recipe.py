@@ -49,14 +49,14 @@ def seed_step(seed: int, worker: int, step: int, part: int = 0) -> None:
     """Seed torch for one step of one worker, or for one batch of several that it takes the step with."""
     number = _number(f"{seed}/{worker}/{step}" + (f"/{part}" if part else ""))
     with LOCK:
-        if torch.cuda.is_initialized() or not _has_accelerator():
-            # as torch.manual_seed, without a note of the call stack for every kind of device that may yet come, which
-            # takes up to a millisecond
-            torch.default_generator.manual_seed(number)
-            if torch.cuda.is_initialized():
-                torch.cuda.manual_seed_all(number)
-        else:
+        begun = torch.cuda.is_initialized()
+        if not begun and _has_accelerator():
             torch.manual_seed(number)
+            return
+        # the same, without a note of the call stack for every kind of device that may yet come: a millisecond
+        torch.default_generator.manual_seed(number)
+        if begun:
+            torch.cuda.manual_seed_all(number)
 
 
 def _number(key: str) -> int:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 MODEL_FILE = "model.safetensors"
 
 
-def device_of(job: Job, local_rank: int) -> torch.device:
+def device_for(job: Job, local_rank: int) -> torch.device:
     """The device that the job asks for; "cuda" is the GPU that this rank's number on its node falls on.
 
     Raises:
@@ -69,8 +69,8 @@ def device_of(job: Job, local_rank: int) -> torch.device:
 
 
 def pick_device(job: Job, local_rank: int) -> torch.device:
-    """As `device_of`, which then is this thread's own; raises as it does."""
-    device = device_of(job, local_rank)
+    """As `device_for`, which then is this thread's own; raises as it does."""
+    device = device_for(job, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device

@@ -46,7 +46,7 @@ from mpitrain.training import signals
 from mpitrain.training.accounting import Account
 from mpitrain.training.agree import attempt as attempt
 from mpitrain.training.fault_tolerance import check_aggregated, level, may_miss, warning
-from mpitrain.training.measure import device_of, pick_device
+from mpitrain.training.measure import device_for, pick_device
 from mpitrain.training.mllog_facts import mllog_facts
 from mpitrain.training.open_run import open_run
 from mpitrain.training.outcome import RunOutcome
@@ -322,7 +322,7 @@ def _versions_by_node(runtime: Ranks) -> dict[str, str | None]:
 
 def _check_device(job: Job, runtime: Ranks) -> None:
     if runtime.role not in ("server", "aggregator"):
-        check_precision(job, device_of(job, runtime.local_rank))
+        check_precision(job, device_for(job, runtime.local_rank))
 
 
 def _scan(runtime: Ranks, source: Source) -> Catalogue:

@@ -6,7 +6,7 @@ import torch
 import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
-from mpitrain.training.measure import device_of
+from mpitrain.training.measure import device_for
 from tests import toy
 
 
@@ -17,7 +17,7 @@ def four_gpus(monkeypatch):
 
 
 def found(device, local_rank):
-    return str(device_of(toy.make_job(device=device), local_rank))
+    return str(device_for(toy.make_job(device=device), local_rank))
 
 
 def test_workers_of_a_node_take_its_gpus_in_turn_unless_one_is_named(four_gpus):

@@ -150,9 +150,8 @@ def add_parser(commands: Any) -> None:
 
 def run_completion(commands: Any, arguments: argparse.Namespace) -> int:
     """Print the script."""
-    known = dict(
-        _table(commands)
-    ).items()  # names and options: no word of them needs more than quotes around it
+    # names and options: no word of them needs more than quotes around it
+    known = dict(_table(commands)).items()
     if arguments.shell == "fish":
         cases = "".join(f"        case '{at}'\n            echo '{words}'\n" for at, words in known)
         table = f'function _mpitrain_known\n    switch "$argv"\n{cases}    end\nend\n'

@@ -164,8 +164,8 @@ def on_device(tensor: torch.Tensor) -> bool:
 
 def adds_on_device() -> bool:
     """Whether MPI's own reductions of device memory are worth calling. Open MPI's copy it to plain host memory, add
-    there and copy back, which takes about four times as long as our pinned copies around the same sum
-    (`benchmarks/gpu.py`); MPITRAIN_GPU_BUFFERS=on calls them all the same."""
+    there and copy back: on an H100, of 25 and 100 MB, in 4 and 2.5 times the time of our pinned copies around the same
+    sum (`benchmarks/gpu.py`); MPITRAIN_GPU_BUFFERS=on calls them all the same."""
     able, why = gpu_aware()
     return able and (why == FORCED or not MPI.Get_library_version().startswith("Open MPI"))
 
@@ -201,20 +201,26 @@ def message_of(memory: torch.Tensor, *, reduction: bool = False) -> Message:
 
 
 def lease(
-    tensor: torch.Tensor, *, reads: bool, writes: bool, after: object = None, on_host: bool = False
+    tensor: torch.Tensor,
+    *,
+    reads: bool,
+    writes: bool,
+    after: object = None,
+    on_host: bool = False,
+    adds: bool = False,
 ) -> Lease:
     """Lend a tensor of any place and layout to MPI, in the thread that owns MPI.
 
     `reads`: MPI reads its present contents. `writes`: MPI will write it, and `finish()` makes that visible
     in `tensor`. `after` is what `record_event(tensor)` gave in the thread that computed it. `on_host`: the caller
-    computes with the memory itself, so stage it even if this MPI can read device memory. A dense host
-    tensor costs nothing.
+    computes with the memory itself, so stage it even if this MPI can read device memory. `adds`: MPI is to add in it. A
+    dense host tensor costs nothing.
     """
     tensor = tensor.detach()
     if not _accelerator.owns(tensor):
         return _lease_host(tensor, writes)
     _accelerator.wait_for(after if after is not None else _accelerator.record_event(tensor))
-    if gpu_aware()[0] and tensor.is_contiguous() and not on_host:
+    if not on_host and tensor.is_contiguous() and (adds_on_device() if adds else gpu_aware()[0]):
         return Lease(tensor, lambda: _accelerator.wait_for(_accelerator.record_event(tensor)))
     return _lease_staged(tensor, reads, writes)
 

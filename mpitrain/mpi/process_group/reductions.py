@@ -45,8 +45,8 @@ class Reductions(GroupBase):
         tensors = as_list(tensors)
         first = tensors[0] if len(tensors) == 1 else None
         if self.size() == 1 and not any(tensor.is_sparse for tensor in tensors):
-            return self._of_one_rank(tensors, opts)
-        if first is not None and self._is_plain(first):
+            work = self._of_one_rank(tensors, opts)
+        elif first is not None and self._is_plain(first):
             work = self._allreduce_one(first, tensors, opts)
         elif any(tensor.is_sparse for tensor in tensors):
             return self._collective(*sparse_allreduce(self, tensors, opts), tensors, opts)
@@ -127,8 +127,8 @@ class Reductions(GroupBase):
     ) -> Task:
         for tensor, reduction, event in zip(tensors, wanted, events):
             algorithm = yield from self._choose(may_block, tensor, wire)
-            on_host = not may_block or algorithm != algorithm_choice.LIBRARY or not buffers.adds_on_device()
-            held = buffers.lease(tensor, reads=True, writes=True, after=event, on_host=on_host)
+            on_host = not may_block or algorithm != algorithm_choice.LIBRARY
+            held = buffers.lease(tensor, reads=True, writes=True, after=event, on_host=on_host, adds=True)
             yield from self._allreduce(may_block, algorithm, held, reduction, wire)
             held.finish()
 

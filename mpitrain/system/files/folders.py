@@ -13,6 +13,9 @@ from pathlib import Path
 from mpitrain.errors import UsageError
 from mpitrain.system.files.atomic import sync_directory
 
+VARIABLE = "MPITRAIN_RUN_FOLDERS"
+_MODES = {"private": 0o700, "umask": 0o777}
+
 
 def make_private(run_dir: Path, *below: str) -> Path:
     """The folder `below` a run directory; made with all that is missing of both, for the owner alone.
@@ -27,10 +30,6 @@ def make_private(run_dir: Path, *below: str) -> Path:
         folder /= name
         _make(folder)
     return folder
-
-
-VARIABLE = "MPITRAIN_RUN_FOLDERS"
-_MODES = {"private": 0o700, "umask": 0o777}
 
 
 def check_readable(run_dir: Path) -> None:

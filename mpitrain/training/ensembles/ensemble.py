@@ -30,7 +30,7 @@ from mpitrain.training.ensembles.combine import HOWS, Ensemble, find_class_dim
 from mpitrain.training.ensembles.elsewhere import exchange_over
 from mpitrain.training.ensembles.held_out import measured_of, source_of
 from mpitrain.training.ensembles.members import choice_of, choose_members
-from mpitrain.training.measure import MODEL_FILE, device_of, save_model
+from mpitrain.training.measure import MODEL_FILE, device_for, save_model
 from mpitrain.training.resuming.fingerprint import file_digest
 from mpitrain.training.trained_model import FILES, load_with_job
 from mpitrain.training.validations.validation import Measure
@@ -228,10 +228,10 @@ class _Making:
     @property
     def device(self) -> torch.device:
         """Where what is no member's own is computed."""
-        return device_of(self.job, self.ranks.local_rank)
+        return device_for(self.job, self.ranks.local_rank)
 
     def _device_of(self, number: int) -> torch.device:
-        return device_of(self.job, number) if self.ranks.size == 1 else self.device
+        return device_for(self.job, number) if self.ranks.size == 1 else self.device
 
     def measure(
         self, module: nn.Module, device: torch.device | None = None, source: Source | None = None

@@ -53,11 +53,7 @@ def whole_matrices(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         set_muon_iteration(torchs)
 
 
-# ---- What differs between the versions of torch that this package runs with (2.13 on); nothing else asks for a
-# version.
-#
-# Muon's iteration is a private function that other versions may have elsewhere.
-
+# ---- torch's Muon: its iteration is a private function, which other versions than 2.13 may have elsewhere.
 
 _MUON_ITERATION = "_zeropower_via_newtonschulz"
 

@@ -63,7 +63,7 @@ class StepCheckpoints:
         about = about_run(session, described[0], kind, described[1])
         attempt(session.runtime, lambda: check(session, about))
         self._collectives = collectives or GroupCollectives()
-        self.rank, self.resume = session.runtime.rank, session.resume
+        self.rank = session.runtime.rank
         replica, place = grid.place(self.rank) if grid else (0, self.rank)
         num_places = grid.num_parts if grid else session.runtime.size
         self._writes = replica == 0 and (self.rank == 0 or own is not None)

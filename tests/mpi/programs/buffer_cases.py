@@ -263,6 +263,15 @@ def case_a_gpu_aware_mpi_gets_the_device_memory(rt, stand):
     assert not stand.owns(buffers.lease(tensor, reads=True, writes=False, on_host=True).memory)
     strided = stand.put(torch.zeros(4, 4))[:, 1]
     assert not stand.owns(buffers.lease(strided, reads=True, writes=True).memory)
+    # unless it is asked to, Open MPI adds nothing there
+    assert stand.owns(buffers.lease(tensor, reads=True, writes=True, adds=True).memory)
+    aware, buffers.gpu_aware = buffers.gpu_aware, lambda: (True, "the library says so")
+    try:
+        assert stand.owns(buffers.lease(tensor, reads=True, writes=True).memory)
+        direct = stand.owns(buffers.lease(tensor, reads=True, writes=True, adds=True).memory)
+        assert direct != MPI.Get_library_version().startswith("Open MPI")
+    finally:
+        buffers.gpu_aware = aware
 
 
 def case_gpu_awareness_ladder(rt):
