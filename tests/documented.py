@@ -14,16 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from docs.pages import PAGES, ROOT
 from tests.ranks import run_plain
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *(ROOT / folder / "README.md" for folder in ("benchmarks", "slurm", "tests")),
-    ROOT / "mpitrain" / "data" / "FORMAT.md",
-    ROOT / ".github" / "CONTRIBUTING.md",
-]
 ELSEWHERE = (
     (
         r"^(?!sbatch).*(script|use|my_job)\.py|runs/four|^mpitrain slurm init$",
