@@ -351,6 +351,34 @@ FEATURES = (
         ),
     ),
     Feature(
+        "scheduler=ReduceLROnPlateau",
+        {"scheduler": "plateau"},
+        (
+            Row(
+                (*_MEAN, "sync(servers=2)", "allreduce(codec=topk())", *_SERVED[:-1]),
+                "the optimizer of all workers, stepped after every validation, which one rank has concluded and all "
+                "are told of",
+            ),
+            Row(
+                ("localsgd(period=2)", "decentralized()"),
+                "each worker's own optimizer, at the same step of all, with the figure of the first",
+            ),
+            Row(
+                ("elastic(push_every=2)", 'sync(optimizer="worker")'),
+                "each worker's own optimizer, from the dealing server's next answer on",
+            ),
+            Row(
+                ("decentralized(asynchronous=True, resync=2)",),
+                "each peer's own optimizer, from the next meeting on",
+            ),
+            Row(
+                ("decentralized(asynchronous=True)",),
+                "peers that never meet before the end cannot be told what the first one has measured: give `resync=R`",
+                "give resync=R",
+            ),
+        ),
+    ),
+    Feature(
         "optimizer={...}, step",
         {"step": "gan"},
         (

@@ -55,7 +55,8 @@ MORE = (
     Feature("loss=(sum, weight)", {"loss": "weighted"}, ()),
     Feature("several batches of other sizes", {"batch_size": 5}, ()),
 )  # fmt: skip
-ALONE = ("x, y = batch",)  # a form of the data: it enters a loss and a transform of its own
+# a form of the data, which enters a loss and a transform of its own; and a scheduler of another kind
+ALONE = ("x, y = batch", "scheduler=ReduceLROnPlateau")
 ALL = (*(one for one in FEATURES if one.name not in ALONE), *MORE)
 LAST_WINS = ("keep_best", "validate_every", "epochs", "ema", "optimizer", "batch_size")
 BOTH_MODELS = {

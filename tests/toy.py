@@ -189,6 +189,14 @@ SCHEDULERS = {
         [3],
     ),
 }
+BY_METRIC = {  # halves the rate after every validation, or after one that has brought nothing better
+    "plateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=-1
+    ),
+    "no better": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=0
+    ),
+}
 
 
 def by_turns(model, optimizers, batch):
@@ -283,7 +291,7 @@ def scheduled(fields):
     name."""
     plain = {"plain": lambda parameters: torch.optim.SGD(parameters, lr=0.05)}
     names = {
-        "scheduler": SCHEDULERS,
+        "scheduler": SCHEDULERS | BY_METRIC,
         "optimizer": plain,
         "model": NORMED,
         "transform": {"noisy": noisy, "nested": nested},

@@ -19,7 +19,7 @@ from mpitrain.reporting.targets import LOSS, Choice, check_targets, read_choice
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.checkpoint_policy import read_policy
 from mpitrain.strategies.schedules import ByFunction, Schedule
-from mpitrain.strategies.validation_policy import read_validation_policy
+from mpitrain.strategies.validation_policy import ValidationPolicy, read_validation_policy
 from mpitrain.system.trace import read_steps
 from mpitrain.values import nearest
 
@@ -102,7 +102,10 @@ class Job:
             (epochs so far, number of workers) that returns it; None is constant.
         scheduler: `scheduler(optimizer)` makes a torch scheduler, which is stepped once for every full batch of all
             workers that is accepted (and for an epoch's incomplete last one): as often as all step together under
-            `allreduce()`, whatever the strategy.
+            `allreduce()`, whatever the strategy. One that goes by a metric (`ReduceLROnPlateau`) is stepped after
+            every validation instead, with the validation loss.
+        scheduler_metric: the metric of the validation that such a scheduler goes by, in place of the loss; whether less
+            or more of it is better the scheduler itself says (`mode="max"`).
         target: metrics that validation must reach: a number is at least that, `"<X"` is below and `">X"` above X, as in
             `{"accuracy": 0.97, "validation_loss": "<0.3"}`; missing one is `status=missed` and exit code 3.
         validate_every: when to validate: epochs (2, or "2 epochs"), accepted samples ("10000 samples"), seconds ("60s")
@@ -194,6 +197,7 @@ class Job:
     strategy: Strategy | None = None
     schedule: Schedule | Callable[[float, int], float] | None = None
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    scheduler_metric: str | None = None
     target: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
     validate_every: int | str | None = None
     keep_best: str | None = None
@@ -361,6 +365,18 @@ class Job:
             object.__setattr__(self, "schedule", ByFunction(schedule))
         if schedule is not None and self.scheduler is not None:
             raise UsageError("Job: schedule and scheduler both set the learning rates; give one of them")
+        metric = self.scheduler_metric
+        if metric is None:
+            return
+        if self.scheduler is None:
+            raise UsageError(
+                f"Job: scheduler_metric={metric!r} is what a scheduler goes by; give scheduler, too"
+            )
+        if read_choice(metric, self._known_metrics, "scheduler_metric").metric != metric:
+            raise UsageError(
+                f"Job: scheduler_metric={metric!r}: name the metric alone; the scheduler says whether less or more of "
+                'it is better, as in ReduceLROnPlateau(optimizer, mode="max")'
+            )
 
     def _check_metrics(self) -> None:
         if self.metrics is None or inspect.isfunction(self.metrics):  # the usual one needs no torch
@@ -388,6 +404,14 @@ class Job:
             raise UsageError(
                 "Job: validate_ema=True measures the average that ema= keeps, on validate= data; give both"
             )
+
+    @property
+    def goes_by(self) -> str:
+        """The metric that a scheduler may go by; empty where nothing is measured before the end."""
+        validates = (
+            self.validate is not None and read_validation_policy(self.validate_every) != ValidationPolicy()
+        )
+        return (self.scheduler_metric or LOSS) if validates else ""
 
     @property
     def best_by(self) -> Choice | None:

@@ -55,6 +55,7 @@ from mpitrain.messages.validation import Claim as Claim
 from mpitrain.messages.validation import Divide as Divide
 from mpitrain.messages.validation import Measured as Measured
 from mpitrain.messages.validation import Over as Over
+from mpitrain.messages.validation import Told as Told
 from mpitrain.messages.validation import Unit as Unit
 
 ToServer = (
@@ -76,9 +77,10 @@ ToServer = (
     | Claim
     | Over
     | AskAverage
+    | Told
 )
 ToWorker = Reply | Difference | Rows | Final | Wake | Alive | Assist | Unit | Measured | Average
-AmongPeers = Update | Sum | Mean | Ask | Agreed | Last | Credit
+AmongPeers = Update | Sum | Mean | Ask | Agreed | Last | Credit | Told
 AmongServers = PartialNorm | Ordered | Ended
 Message = ToServer | ToWorker | AmongPeers | AmongServers | Bundle
 

@@ -51,6 +51,7 @@ class Kind(enum.IntEnum):
     PULL_ROWS = 35
     ROWS = 36
     BUNDLE = 37
+    TOLD = 38
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,12 @@ from mpitrain.messages import (
     Note,
     Push,
     Rows,
+    Told,
     Unit,
     Wake,
 )
 
-_WITHOUT_STEP = Note | Wake | Lost | Alive | Assist | Unit | Measured | AmongServers
+_WITHOUT_STEP = Note | Wake | Lost | Alive | Assist | Unit | Measured | Told | AmongServers
 
 
 def step_after(message: Message, before: int) -> int:

@@ -221,6 +221,7 @@ class Answer(Sent):
     promoted: the worker validates from now on, because the one that did is gone.
     standby: the worker should stay although it has nothing to do.
     living: which part of the run's workers is not lost, which a schedule on the worker follows.
+    told: figures of validations that a scheduler on the worker goes by, as in `Told`.
     """
 
     version: int
@@ -235,6 +236,7 @@ class Answer(Sent):
     promoted: bool = False
     standby: bool = False
     living: float = 1.0
+    told: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,3 +103,16 @@ class Average(Sent):
 
     version: int
     payload: Payload
+
+
+@message(Kind.TOLD)
+class Told(Sent):
+    """The worker that validates tells every server what it has measured that a scheduler goes by; of peers each tells
+    its children in the tree of all peers.
+
+    step: of the worker's next push; of peers the step before which they validate, or the number of their meeting.
+    text: figures (`strategies/figures.py`), as JSON text; empty where there are none.
+    """
+
+    step: int
+    text: str

@@ -183,6 +183,7 @@ class UpdateRule:
         on_nonfinite: "stop" at a gradient that is not finite, or "skip" it.
         epoch_samples: in an epoch; 0 around a loop of the user's own, who sets the rates.
         law: what a step of all is: samples of a worker's, workers, and the least that counts as one.
+        metric: of the validations, which a scheduler may go by; empty without any.
     """
 
     clipping: Clipping = NO_CLIPPING
@@ -193,6 +194,7 @@ class UpdateRule:
     epoch_samples: int = 0
     law: Law = Law(1, 1)
     noise: Noise = NO_NOISE
+    metric: str = ""
 
     @functools.cached_property  # asked at every update
     def shapes(self) -> bool:
@@ -210,7 +212,7 @@ class UpdateRule:
         ticks = Ticks(self.epoch_samples, self.law)
         if self.scheduler is None:
             return Pace(self.schedule, ticks)
-        return Pace(TorchSchedule(self.scheduler, rates, ticks), ticks)
+        return Pace(TorchSchedule(self.scheduler, rates, ticks, self.metric), ticks)
 
     def begin(
         self, rates: Rates | None, held: Callable[[], Sequence[torch.Tensor]], pace: Pace | None = None

@@ -51,7 +51,7 @@ _PLACES = {name: place for place, name in enumerate(_UNUSED)}
 # For every kind of message: field of the header = field of the message, or one name where both have the same.
 _ANSWER = (
     "version step samples payload leases stop batches=num_batches request=checkpoint checkpoint=part_of promoted "
-    "standby share=living"
+    "standby share=living text=told"
 )
 _TABLE: dict[type[Message], str] = {
     messages.Join: "step",
@@ -93,6 +93,7 @@ _TABLE: dict[type[Message], str] = {
     messages.Ended: "",
     messages.Ordered: "step=worker text=how",
     messages.Bundle: "entries samples=num_taken",
+    messages.Told: "step text",
 }
 
 

@@ -28,6 +28,7 @@ from mpitrain.messages import (
     Measured,
     Message,
     Sum,
+    Told,
     Update,
     num_parts,
     payload_of,
@@ -37,11 +38,12 @@ from mpitrain.roles.peer_credits import PeerCredits
 from mpitrain.roles.protocols import PeerMeasures, PeerReplica, Report
 from mpitrain.strategies import topology
 from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.figures import merged
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition, Turn
 from mpitrain.strategies.validation_policy import ValidationCadence
 
 Answers = Generator[Effect, Any, Any]
-Awaited = TypeVar("Awaited", Update, Sum, Mean, Ask, Agreed, Divide, Measured)
+Awaited = TypeVar("Awaited", Update, Sum, Mean, Ask, Agreed, Divide, Measured, Told)
 _COUNTS = (
     "batches", "samples", "nonfinite", "num_active", "sent_bytes", "num_sent", "num_meetings", "drift", "drift_max",
 )  # fmt: skip
@@ -100,12 +102,13 @@ class Peer:
         self._since_meeting = 0  # messages to each receiver since then
         self._heard: dict[int, int] = {}  # messages from each sender since then
         self._credits = PeerCredits()
+        self._untold = ""  # what the first peer has measured and the others are to hear at the next meeting
         self._waiting: deque[tuple[int, Message]] = deque()  # arrived, and not yet their turn
         self._left: dict[int, int] = {}  # who has taken the last step, and how many
 
     def run(self) -> Role:
         """Train to the end of the course; returns this peer's counts."""
-        epoch = self.partition.epoch
+        epoch = self.validations.epoch_of(self.partition.epoch)
         info: tuple[int, int, int, float] | None = None
         self._look_at_end(self.partition.step)  # the start before may have come to it
         while (turn := self.partition.next()) is not None:
@@ -352,6 +355,8 @@ class Peer:
             mean = (yield from self._expect(parent, Mean, number)).payload
         for child in topology.children(self.rank, self.number):
             yield from self._send(child, Mean(number, self.step, mean.hold()))
+        if self.validations.informs and self.strategy.asynchronous:
+            yield from self._tell(number)
         self.drift = self.replica.settle(mean)
         self.drift_max = max(self.drift_max, self.drift if self.rank < self.num_active else 0.0)
         self.num_meetings, self._since_meeting = self.num_meetings + 1, 0
@@ -384,9 +389,16 @@ class Peer:
         metrics: dict[str, float] = {}
         if measures is not None and not (self.strategy.asynchronous or self.validations.counts_seconds):
             metrics = yield from self._measure_together(measures, turn.step, samples)
+            if self.validations.informs:
+                self._untold = self.validations.told(metrics)
+                yield from self._tell(turn.step)
         elif self.rank == 0:
             alone = self.replica.validate if measures is None else measures.alone
             metrics = yield Compute(lambda: alone(samples), "validate")
+            if self.validations.informs:
+                self._untold = merged(self._untold, self.validations.told(metrics))
+                if self.number == 1:  # nobody else has to be at the same rate
+                    yield from self._tell(turn.step)
         if self.rank == 0 and metrics:
             self.report.event("validation", epoch=epoch + 1, samples=samples, **metrics)
         self._look_at_end(turn.step)
@@ -412,6 +424,16 @@ class Peer:
         yield Send(parent, Measured(step, self.rank, measures.join(results)))
         return {}
 
+    def _tell(self, number: int) -> Answers:
+        """What the first peer has measured that a scheduler goes by comes down the tree, and all hear it."""
+        text, parent = self._untold, topology.parent(self.rank)
+        if parent is not None:
+            text = (yield from self._expect(parent, Told, number)).text
+        for child in topology.children(self.rank, self.number):
+            yield Send(child, Told(number, text))
+        self.replica.hear(text)
+        self._untold = ""
+
     def _look_at_end(self, step: int) -> None:
         """All peers end together where a validation has ended the run."""
         if self.validations.may_end and self.checkpoints is not None:
@@ -428,7 +450,7 @@ class Peer:
         }  # fmt: skip
 
 
-def _number(message: Update | Sum | Mean | Ask | Agreed | Divide | Measured) -> int:
+def _number(message: Update | Sum | Mean | Ask | Agreed | Divide | Measured | Told) -> int:
     """Which step or meeting it belongs to."""
     if isinstance(message, Measured):
         return message.number

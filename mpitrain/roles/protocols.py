@@ -107,6 +107,9 @@ class Replica(Protocol):
         """So many samples have been accepted, and this part of the workers is not lost: what a schedule on the worker
         follows."""
 
+    def hear(self, text: str) -> None:
+        """Validations have given figures (`Figures.told`), which a schedule on the worker may follow."""
+
     def gradient(self, lease: object, step: int) -> Gradient | None:
         """Forward and backward; None ends the work (only where the caller brings the data)."""
 
@@ -228,6 +231,9 @@ class PeerReplica(Protocol):
 
     def end_step(self) -> None:
         """A step is over, with all that was taken in."""
+
+    def hear(self, text: str) -> None:
+        """Validations have given figures, which the rates may follow."""
 
     def total(self) -> Any:
         """The parameters, as a payload that sums can be added to."""

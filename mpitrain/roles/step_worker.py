@@ -85,6 +85,9 @@ class StepReplica(Protocol):
     def conclude(self) -> dict[str, float]:
         """Metrics, on the first worker."""
 
+    def hear(self, text: str) -> Reduction:
+        """What the first worker has measured that a scheduler goes by, for all: its `Figures.told`."""
+
     def agree_to_end(self, ends: bool) -> Reduction:
         """The question to all workers whether a validation has ended the run; the replica is `stopped` then."""
 
@@ -225,10 +228,13 @@ class StepWorker:
             began_s = yield Now()  # until here others were training, which is no pause
             yield Compute(replica.measure, "validate", size=replica.measured_part)
             yield from self._reduce(replica.gather_measured())
+            metrics: dict[str, float] = {}
             if self.rank == 0:
                 metrics = yield Compute(replica.conclude, "validate", size=0.0)
                 self.report.event("validation", epoch=epoch, samples=replica.samples, **metrics)
                 self.report.pause((yield Now()) - began_s)
+            if self.validations.informs:
+                yield from self._reduce(replica.hear(self.validations.told(metrics)))
         self.validations.done()
         yield from self._agree_to_end()
 

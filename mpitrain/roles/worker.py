@@ -36,6 +36,7 @@ from mpitrain.messages import (
     Push,
     Reply,
     Save,
+    Told,
     ToServer,
     Wake,
     num_parts,
@@ -164,7 +165,7 @@ class Worker:
         yield from self._broadcast(Join(self.step))
         yield from self.collect()
         self._joined = True
-        epoch = self.batches[0][0].epoch if self.batches else 0
+        epoch = self.validations.epoch_of(self.batches[0][0].epoch if self.batches else 0)
         self._requested = self._requested or (self.validates and self.validations.over)  # at the start before
         while not self.stopped and (self.batches or not self.rhythm.leased):
             lease, last = self._next_batch() if self.rhythm.leased else (None, None)
@@ -187,13 +188,8 @@ class Worker:
             yield from self._stay(self.deliver)
         elif self.wants_final:
             yield from self.collect(Final)
-        return {
-            "rank": self.rank,
-            "steps": self.step,
-            "samples": self.samples,
-            "compute_s": self.compute_s,
-            "wait_s": self.wait_s,
-        }
+        counts = {"rank": self.rank, "steps": self.step, "samples": self.samples}
+        return {**counts, "compute_s": self.compute_s, "wait_s": self.wait_s}
 
     @property
     def stops_for_later(self) -> bool:
@@ -202,12 +198,8 @@ class Worker:
 
     def state(self) -> dict[str, Any]:
         """The worker's own counts, JSON-able: the number of its batches keys the randomness of the next one."""
-        return {
-            "step": self.step,
-            "samples": self.samples,
-            "num_batches": self.num_batches,
-            "since_pull": self._since_pull,
-        }
+        counts = {"step": self.step, "samples": self.samples, "num_batches": self.num_batches}
+        return {**counts, "since_pull": self._since_pull}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned; parameters and leases come from the servers."""
@@ -449,6 +441,8 @@ class Worker:
         self.stopped = self.stopped or message.stop
         if source == self.roles.dealer:
             self.progress = message.samples
+            if message.told:
+                self.replica.hear(message.told)
             self.replica.progress(self.progress, message.living)
             if message.promoted:
                 self.validates = self.wants_final = True
@@ -491,3 +485,12 @@ class Worker:
             note = {"name": "validation", "epoch": epoch + 1, "samples": self.progress, **metrics}
             self.report.event(**note)
             yield Send(self.roles.dealer, Note(json.dumps(note)))
+            if self.validations.informs:
+                yield from self._tell(self.validations.told(metrics))
+
+    def _tell(self, text: str) -> Generator[Effect, Any, None]:
+        """What a scheduler goes by; workers with rates of their own learn of it by the dealing server's answers."""
+        yield from self._broadcast(Told(self.step, text))
+        if len(self.roles.workers) == 1:  # or else they would not step at the same rates
+            self.replica.hear(text)
+            self.replica.progress(self.progress)

@@ -21,7 +21,7 @@ from mpitrain.errors import UsageError
 from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.model.in_place import refuse_renormed
-from mpitrain.model.optimizers.optimizer import state_bytes
+from mpitrain.model.optimizers.optimizer import Rates, state_bytes
 from mpitrain.model.recipe import Recipe
 from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import Report, Reported, default_run_dir
@@ -39,6 +39,7 @@ from mpitrain.training.measure import MODEL_FILE, build, save_model
 from mpitrain.training.recipe import recipe_of
 from mpitrain.training.resuming.about_data import about_data
 from mpitrain.training.resuming.initial_weights import start_from
+from mpitrain.training.schedule import goes_by_figures
 from mpitrain.training.tracing import nothing_traced
 from mpitrain.training.validations.best_model import Validations, begin_from
 from mpitrain.training.validations.judge import divergence, judge
@@ -111,6 +112,9 @@ class VirtualRun:
         assert strategy is not None
         if strategy.num_servers() or self.number > 1:
             refuse_renormed(made[0], why_not("changes in place", strategy, VIRTUAL))
+        self.validations.informs = goes_by_figures(
+            self.job, self.recipe.update, Rates(made[1]), strategy, VIRTUAL
+        )
         self._num_bytes = sum(one.nbytes for one in made[0].parameters() if one.requires_grad)
         self._loaded = start_from(self.job, made[0])
         return made
@@ -205,7 +209,10 @@ class VirtualRun:
 
     def cadence(self, rank: int) -> ValidationCadence:
         """When a rank validates, or the others come together with the one that does: each counts for itself."""
-        return self.validations if rank == 0 else Validations(self.job, self.run_dir, self.validations.policy)
+        first = self.validations
+        return (
+            first if rank == 0 else Validations(self.job, self.run_dir, first.policy, informs=first.informs)
+        )
 
     @property
     def writes(self) -> bool:

@@ -116,6 +116,9 @@ class _Steps:
     def progress(self, samples: int, living: float = 1.0) -> None:
         """No schedule follows it."""
 
+    def hear(self, text: str) -> None:
+        """Nothing is measured, so nobody is told."""
+
     def prefetch(self, lease: Lease) -> None:
         """Nothing is read."""
 
@@ -306,6 +309,10 @@ class EmptyLocalReplica(_Steps):
     def conclude(self) -> dict[str, float]:
         """Nothing is validated."""
         return {}
+
+    def hear(self, text: str) -> Any:
+        """Nothing is measured."""
+        raise AssertionError("nothing is validated")
 
     def agree_to_end(self, ends: bool) -> Any:
         """No validation ends the run."""

@@ -131,6 +131,15 @@ REFUSED: dict[str, tuple[Rule, ...]] = {
         Rule(lambda one: one.codes_allreduce, "{one}: a codec keeps what it does not send, and with "
              'precision="float16" that would be of gradients that have overflowed: use "bfloat16"'),
     ),
+    "scheduler by a metric": (
+        Rule(lambda one: one.never_meets, "peers that never wait for one another are told what a scheduler goes by "
+             "when they meet: give resync=R, or use a scheduler that goes by samples"),
+    ),
+    "scheduler by a metric by the clock": (
+        Rule(lambda one: one.sends_messages and not one.has_servers and not one.asynchronous, "the first peer alone "
+             "knows the time, and the others cannot be told in the middle of a step what a scheduler goes by: count "
+             "validate_every in epochs or samples"),
+    ),
     "step": (
         Rule(always, "a step function with several optimizers exchanges gradients in its middle, while it draws from "
              "the one random generator of the process: run it over MPI", (THREADS,), "--threads: {why}"),

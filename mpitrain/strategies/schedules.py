@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mpitrain.errors import UsageError
+from mpitrain.strategies.figures import Figures
 from mpitrain.strategies.ticks import Law, Ticks
 from mpitrain.values import Value, nearest, register
 
@@ -22,6 +23,11 @@ SCALES = {"none": lambda num_workers: 1.0, "linear": float, "sqrt": math.sqrt}
 @dataclass(frozen=True, repr=False)
 class Schedule(Value):
     """Base of the schedules."""
+
+    @property
+    def figures(self) -> Figures | None:
+        """It goes by accepted samples."""
+        return None
 
     def factor(self, epochs: float, num_workers: int) -> float:
         """What multiplies the job's learning rate after `epochs` epochs of accepted samples, with
@@ -33,6 +39,10 @@ class Schedule(Value):
 class Progress(Protocol):
     """What a role or a replica follows: a schedule, or a torch scheduler."""
 
+    @property
+    def figures(self) -> Figures | None:
+        """Of validations, where it goes by those and by nothing else."""
+
     def factor(self, epochs: float, num_workers: int) -> Any:
         """As of a `Schedule`, or the options of each parameter group."""
 
@@ -40,7 +50,7 @@ class Progress(Protocol):
 def what_changes(schedule: Progress | None, ticks: Ticks, before: Law, samples: int) -> dict[str, Any]:
     """What there is to report of a schedule where what a tick is has changed, after so many accepted samples; nothing
     where it goes by neither ticks nor the number of workers."""
-    if schedule is None or before == ticks.law:
+    if schedule is None or before == ticks.law or schedule.figures is not None:
         return {}
     was, now = (
         schedule.factor(samples / ticks.epoch_samples, law.num_workers) for law in (before, ticks.law)
@@ -66,6 +76,16 @@ class Pace:
         self.schedule, self.ticks = schedule, ticks
 
     @property
+    def figures(self) -> Figures | None:
+        """Of validations, where the rates follow those."""
+        return self.schedule.figures if self.schedule is not None else None
+
+    def hear(self, text: str) -> None:
+        """Validations have given figures: `Figures.told`."""
+        if self.figures is not None:
+            self.figures.take_told(text)
+
+    @property
     def epoch_samples(self) -> int:
         """In an epoch; 0 around a loop of the user's own."""
         return self.ticks.epoch_samples if self.ticks is not None else 0
@@ -88,7 +108,10 @@ class Pace:
 
     def state(self, samples: int) -> dict[str, Any]:
         """What a run that goes on counts from, after so many accepted samples."""
-        return {"ticks": self.ticks.state(samples)} if self.ticks is not None else {}
+        if self.ticks is None:
+            return {}
+        figures = {"figures": [list(row) for row in self.figures.rows]} if self.figures is not None else {}
+        return {"ticks": self.ticks.state(samples), **figures}
 
     def change(self, num_workers: int, samples: int) -> dict[str, Any]:
         """From so many accepted samples on a tick is a step of so many workers; returns what there is to report."""

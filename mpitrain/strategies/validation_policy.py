@@ -6,11 +6,13 @@ to a validation together without a message; seconds are one rank's, which the ot
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpitrain.errors import UsageError
+from mpitrain.strategies.figures import Figures
 
 
 class ValidationPolicy(NamedTuple):
@@ -61,6 +63,8 @@ class ValidationCadence:
     """
 
     may_end = False  # whether a validation may end the run
+    informs = False  # whether a scheduler goes by what is measured
+    metric = ""  # by which of it
     over = False  # whether one has
     under_way = -1  # the samples at which a validation has begun that is not done
     _again = False
@@ -85,8 +89,27 @@ class ValidationCadence:
         return self.counts_seconds and self.clock() - self._since_s >= self.policy.seconds
 
     def begin(self, epochs: int, samples: int) -> None:
-        """The run is here."""
-        self._epochs, self._samples, self._since_s = epochs, samples, self.clock()
+        """The run is here; one that has said where its last validation was has begun there."""
+        if self._epochs is None:
+            self._epochs, self._samples = epochs, samples
+        self._since_s = self.clock()
+
+    def go_on_from(self, rows: Sequence[Sequence[Any]] | None) -> None:
+        """In the run so far these `Figures` were heard, where a scheduler goes by them: one that is missing, since a
+        checkpoint was written before its validation was made, is measured now."""
+        if rows is not None and self.informs:
+            self._epochs, self._samples = (int(rows[-1][0]), int(rows[-1][1])) if rows else (0, 0)
+
+    def epoch_of(self, epoch: int) -> int:
+        """The epoch under way, where the next batch is of this one: that of before where a validation is missing."""
+        return epoch if self._epochs is None else min(epoch, self._epochs)
+
+    def told(self, metrics: Mapping[str, float]) -> str:
+        """What there is to tell the others of the validation that was due, as of `Figures`; of no worth where nothing
+        was measured here."""
+        figures = Figures()
+        figures.take([(self._epochs or 0, self._samples, metrics.get(self.metric, math.nan))])
+        return figures.told()
 
     def repeat(self) -> None:
         """The last validation was broken off: one is due now."""

@@ -32,7 +32,7 @@ def recipe_of(job: Job | None, strategy: Strategy, num_workers: int, epoch_sampl
         GradientRule(job.loss, job.seed, job.precision, part_samples, own, own_noise),
         UpdateRule(
             stepped, schedule, job.scheduler, job.ema, job.on_nonfinite, epoch_samples,
-            law_of(job, epoch_samples, num_workers), stepped_noise,
+            law_of(job, epoch_samples, num_workers), stepped_noise, job.goes_by,
         ),
     )  # fmt: skip
 

@@ -8,22 +8,52 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpitrain.errors import UsageError
+from mpitrain.job import Job
+from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.optimizers.torch_scheduler import TorchSchedule
+from mpitrain.model.recipe import UpdateRule
+from mpitrain.strategies.base import Strategy
+from mpitrain.strategies.features import MPI, why_not
 from mpitrain.strategies.schedules import Pace, what_changes
 from mpitrain.strategies.ticks import Law, Ticks
+from mpitrain.strategies.validation_policy import read_validation_policy
 from mpitrain.training.recipe import law_of
 from mpitrain.training.session import Session
 
 
-def go_on(session: Session, pace: Pace, saved: dict[str, Any] | None, samples: int) -> None:
+def goes_by_figures(job: Job, rule: UpdateRule, rates: Rates, strategy: Strategy, world: str = MPI) -> bool:
+    """Whether the rates follow what validations measure.
+
+    Raises:
+        UsageError: the job's scheduler is none, or goes by a metric that is not measured, or that not all can be told;
+            or the job names a metric, and its scheduler goes by none.
+    """
+    if rule.pace(rates).figures is None:
+        if job.scheduler_metric is not None:
+            raise UsageError(
+                f"Job: scheduler_metric={job.scheduler_metric!r}: the scheduler is stepped once for every full batch "
+                "and goes by no metric; leave it out, or use torch.optim.lr_scheduler.ReduceLROnPlateau"
+            )
+        return False
+    seconds = read_validation_policy(job.validate_every).seconds
+    for feature in ("scheduler by a metric", *(["scheduler by a metric by the clock"] if seconds else [])):
+        if why := why_not(feature, strategy, world):
+            raise UsageError(f"{strategy}: {why}")
+    return True
+
+
+def go_on(session: Session, pace: Pace, state: dict[str, Any], samples: int) -> None:
     """Count from what a checkpoint says, or a run before others died, and report what changes with that.
 
     Args:
-        saved: `Ticks.state` after so many accepted samples; None of a version that kept none: then a tick was a step
-            of those who wrote it.
+        state: as of `Pace.state`, after so many accepted samples; that of a version that kept no ticks has none: then
+            one was a step of those who wrote it.
     """
-    ticks = pace.ticks
+    ticks, saved = pace.ticks, state.get("ticks")
     assert ticks is not None, "of a job"
+    if pace.figures is not None:
+        pace.figures.take(state.get("figures") or ())
     if saved is None:
         assert session.resume is not None, "who goes on brings its ticks, or has a checkpoint"
         about = session.resume.about

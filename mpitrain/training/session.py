@@ -161,14 +161,14 @@ class Session:
         )  # fmt: skip
         self.report = Report(reported)
 
-    def validations(self, steps_end_it: bool = False) -> Validations:
+    def validations(self, steps_end_it: bool = False, informs: bool = False) -> Validations:
         """When this run validates, and what follows. `steps_end_it`: under `--steps` the final model alone is
-        validated, where the job says nothing else."""
+        validated, where the job says nothing else. `informs`: a scheduler goes by what is measured."""
         job = self.job
         policy = read_validation_policy(job.validate_every)
         if steps_end_it and self.overrides.steps is not None and job.validate_every is None:
             policy = ValidationPolicy()
-        return Validations(job, self.run_dir, policy)
+        return Validations(job, self.run_dir, policy, informs=informs)
 
     def num_batches(self) -> int | None:
         """Batches in the whole run where `--steps` limits it: so many for every worker that takes its own."""

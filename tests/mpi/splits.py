@@ -108,6 +108,7 @@ def serial(job, num_pieces, rank=0):
     module = job.model()
     optimizer = job.optimizer(module.parameters())
     scheduler = job.scheduler(optimizer) if job.scheduler else None
+    by_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
     catalogue = job.data.scan()
     reader, step = job.data.reader(catalogue, job.seed), 0
     for epoch in range(job.epochs):
@@ -126,13 +127,21 @@ def serial(job, num_pieces, rank=0):
                 parameter.grad.div_(pieces)
             toy.clip(job, module)
             optimizer.step()
-            if scheduler is not None:
+            if scheduler is not None and not by_metric:
                 scheduler.step()
             step += 1
+        if by_metric:
+            scheduler.step(_validation_loss(job, module))
+    return module.state_dict(), _validation_loss(job, module)
+
+
+def _validation_loss(job, module):
     module.eval()
     with torch.no_grad():
         (batch,) = job.validate.reader(job.validate.scan(), job.seed).sequential(256)
-        return module.state_dict(), read_loss(job.loss(module, batch)).mean.item()
+        loss = read_loss(job.loss(module, batch)).mean.item()
+    module.train()
+    return loss
 
 
 changed = dataclasses.replace

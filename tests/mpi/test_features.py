@@ -39,12 +39,13 @@ CLIPPED = {
     "both": {"clip_norm": 0.3, "clip_value": 0.02},
     "one cycle": {"scheduler": "one cycle"},
     "warm up": {"scheduler": "warm up"},
+    "plateau": {"scheduler": "plateau"},
     "ema": {"ema": 0.7},
     "huge": {"clip_norm": 1e30, "clip_value": 1e30},
     "not": {},
 }
 NOISED = {"clip_norm": 0.3, "gradient_noise": 0.05}
-LIKE_ONE_PROCESS = ("norm", "value", "both", "one cycle", "warm up")
+LIKE_ONE_PROCESS = ("norm", "value", "both", "one cycle", "warm up", "plateau")
 ACCUMULATED = {
     "thrice": {"accumulate": 3},
     "thrice, weighted": {"accumulate": 3, "loss": "weighted"},
@@ -109,7 +110,7 @@ def two(tmp_path_factory):
 
 def clipped_on_two(text):
     """All, or of those that split a model one that limits and one that goes by a schedule."""
-    return LIKE_ONE_PROCESS if ALL_CELLS or text == WHOLE[0] else ("both", "one cycle")
+    return LIKE_ONE_PROCESS if ALL_CELLS or text == WHOLE[0] else ("both", "one cycle", "plateau")
 
 
 def clipped_on_four(text):

@@ -79,6 +79,7 @@ def test_the_bytes_are_what_they_have_always_been(message):
         Reply(5, 1, 32, leases=(Lease(0, 0, 4),), checkpoint=CheckpointRequest(64, final=True)),
         dataclasses.replace(messages.PUSH, lease=None, checkpoint=None, options=""),
         dataclasses.replace(messages.PUSH, checkpoint=CheckpointRequest(), finite=True, pull=True),
+        dataclasses.replace(messages.REPLY, told="[[1, 96, 0.5]]"),
         Sum(0, 3, 0, None),
         dataclasses.replace(messages.SAVE, at=-1),
         dataclasses.replace(messages.SAVE, text="Größe"),

@@ -72,6 +72,10 @@ def kept_best(run, plain):
 MEASURED = "validate=toy.Memory()"
 START = "init=root / 'start.safetensors'"
 
+BY_METRIC = (
+    f"{MEASURED}, validate_every='13 samples', scheduler=toy.BY_METRIC['no better'], "
+    "metrics=lambda m, b: {'one': 9.0}"
+)
 TURNS = "optimizer={'0': sgd, '2': sgd}"
 
 CASES = [
@@ -208,6 +212,7 @@ CASES = [
         Case("scheduler", family, "scheduler=toy.SCHEDULERS['steps']", acts=moved)
         for family in (ALL, "async()", "sharded()", "decentralized()")
     ),
+    Case("scheduler_metric", ALL, f"{BY_METRIC}, scheduler_metric='one'", base=(ALL, BY_METRIC), acts=moved),
     Case(
         "target",
         ALL,

@@ -161,7 +161,8 @@ def plateau(optimizer):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"scheduler": plateau}, "goes by a metric"), ({"scheduler": lambda optimizer: None}, "it returned None"),
+        ({"scheduler": plateau}, "goes by what validations measure"),
+        ({"scheduler": lambda optimizer: None}, "it returned None"),
         ({"scheduler": 3}, "scheduler must be a function"),
         ({"schedule": 3}, "schedule must be a value.*or a function"),
         ({"schedule": lambda epochs: 1.0}, r"called with \(epochs, workers\)"),

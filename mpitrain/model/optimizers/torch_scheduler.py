@@ -1,14 +1,17 @@
-"""A torch learning-rate scheduler, followed by accepted samples.
+"""A torch learning-rate scheduler, followed by accepted samples, or by what validations measure.
 
 Invariants: the job's scheduler steps an optimizer that stands for its own, with the same groups and nothing to train.
 So its options at some progress are a function of its `Ticks` alone: of how many full batches of all workers have been
 accepted, each epoch's incomplete last one counted as one. Where all workers take one step together this is the number
 of steps, as in a loop that calls `scheduler.step()` after each. Of all this a checkpoint holds the ticks: a run that
-goes on steps the scheduler again. One that has a last step (OneCycleLR) keeps its options from there on.
+goes on steps the scheduler again. One that has a last step (OneCycleLR) keeps its options from there on. One whose
+`step` takes a figure (ReduceLROnPlateau) is a function of the figures of all validations in the same way, and of no
+ticks.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 
 from mpitrain.errors import UsageError
 from mpitrain.model.optimizers.optimizer import Rates
+from mpitrain.strategies.figures import Figures
 from mpitrain.strategies.ticks import Ticks
 
 ALSO_CHANGED = ("momentum", "betas")  # by OneCycleLR and CyclicLR
@@ -42,30 +46,36 @@ class TorchSchedule:
         make: the job's `scheduler`.
         rates: of the job's optimizer, as it began.
         ticks: how often it has been stepped, by progress.
+        metric: what the job's validations measure that a scheduler may go by; empty where it makes none.
 
     Attributes:
+        figures: that it has been stepped with, where it goes by them.
         last_tick: behind which its options stay as they are, for torch would not step it; None where it goes on.
 
     Raises:
-        UsageError: `make` returns no scheduler, or one that goes by a metric.
+        UsageError: `make` returns no scheduler, or one that goes by a metric that nobody measures.
     """
 
-    def __init__(self, make: Factory, rates: Rates, ticks: Ticks):
+    figures: Figures | None = None
+
+    def __init__(self, make: Factory, rates: Rates, ticks: Ticks, metric: str = ""):
         self.make, self.ticks = make, ticks
         self.first, self.defaults = rates.first, dict(rates.optimizer.defaults)
         self._changed = {"lr"}
         self._begin()
         self.last_tick = _last_tick(self._scheduler)
+        if _takes_figure(self._scheduler):
+            self.figures = Figures()
+            if not metric:
+                raise UsageError(
+                    f"Job: scheduler: {type(self._scheduler).__name__} goes by what validations measure, and this job "
+                    'makes none before its end: give validate= data (and a validate_every other than "never")'
+                )
 
     def _begin(self) -> None:
-        self.count = 0
+        self.count, self._stepped = 0, list[float]()
         self._optimizer = StandIn([{**group} for group in self.first], self.defaults)
         scheduler = self.make(self._optimizer)
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise UsageError(
-                "Job: scheduler: ReduceLROnPlateau goes by a metric, and schedulers here go by accepted samples; use a "
-                "schedule of samples, and patience= to end the run"
-            )
         if not isinstance(scheduler, LRScheduler) or scheduler.optimizer is not self._optimizer:
             raise UsageError(
                 "Job: scheduler must return a torch scheduler of the optimizer that it is given, such as `lambda "
@@ -74,7 +84,19 @@ class TorchSchedule:
         self._scheduler = scheduler
 
     def options_at(self, samples: int) -> list[dict[str, Any]]:
-        """Each group's options after so many accepted samples."""
+        """Each group's options after so many accepted samples, or after the figures so far."""
+        if self.figures is None:
+            self._tick(samples)
+        else:
+            self._step_with(self.figures)
+        found = self._optimizer.param_groups
+        for key in ALSO_CHANGED:
+            pairs = zip(found, self.first, strict=True)
+            if any(key in first and group[key] != first[key] for group, first in pairs):
+                self._changed.add(key)
+        return [{key: group[key] for key in self._changed if key in group} for group in found]
+
+    def _tick(self, samples: int) -> None:
         count = self.ticks.at(samples)
         if self.last_tick is not None:
             count = min(count, self.last_tick)
@@ -84,16 +106,27 @@ class TorchSchedule:
         while self.count < count:
             self._scheduler.step()
             self.count += 1
-        found = self._optimizer.param_groups
-        for key in ALSO_CHANGED:
-            pairs = zip(found, self.first, strict=True)
-            if any(key in first and group[key] != first[key] for group, first in pairs):
-                self._changed.add(key)
-        return [{key: group[key] for key in self._changed if key in group} for group in found]
+
+    def _step_with(self, figures: Figures) -> None:
+        values = [row.value for row in figures.rows]
+        if values[: len(self._stepped)] != self._stepped:  # validations that have been made again
+            self._begin()
+        for value in values[len(self._stepped) :]:
+            self._scheduler.step(value)  # type: ignore[arg-type]  # as ReduceLROnPlateau has it
+        self._stepped = values
 
     def factor(self, epochs: float, num_workers: int) -> list[dict[str, Any]]:
         """As of a `Schedule`; each group's options instead of a factor on the rates."""
         return self.options_at(round(epochs * self.ticks.epoch_samples))
+
+
+def _takes_figure(scheduler: LRScheduler) -> bool:
+    """Whether it is stepped with what a validation has measured."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        return True
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(one.default is one.empty and one.kind in plain for one in parameters)
 
 
 def _last_tick(scheduler: object) -> int | None:

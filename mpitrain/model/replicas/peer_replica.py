@@ -242,6 +242,10 @@ class PeerReplica:
         """A step is over, with what others have sent taken in: the moving average follows."""
         self.updates.moved()
 
+    def hear(self, text: str) -> None:
+        """Validations have given figures, which the rates may follow."""
+        self.updates.pace.hear(text)
+
     def show(self) -> None:
         """Make the parameters x, where they do not live in it."""
         self.model.install(0)

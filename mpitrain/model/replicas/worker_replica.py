@@ -126,6 +126,11 @@ class Replica:
         if self.local is not None:
             self.local.progress(samples, living)
 
+    def hear(self, text: str) -> None:
+        """Validations have given figures, which a schedule on the worker may follow."""
+        if self.local is not None:
+            self.local.pace.hear(text)
+
     def prefetch(self, lease: Any) -> None:
         """Start reading the batch."""
         self.reader.announce(lease)

@@ -38,6 +38,7 @@ from mpitrain.messages import (
     Push,
     Reply,
     Rows,
+    Told,
 )
 from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.protocols import CheckpointWriter, Report, Store, TabledStore
@@ -95,7 +96,7 @@ class Server:
         self.flushed_rest = False  # at the end, out of turn
         self._answers: dict[type[Message], Callable[[int, Any], Steps]] = {
             Join: self._on_join, Push: self._on_push, Done: self._on_done, Note: self._on_note, Pull: self._on_pull,
-            PullRows: self._on_pull_rows,
+            PullRows: self._on_pull_rows, Told: self._on_told,
         }  # fmt: skip
 
     def run(self) -> Role:
@@ -351,6 +352,7 @@ class Server:
             promoted=self._is_promoted(worker),
             standby=self._stands_by(worker),
             living=self.num_living / len(self.workers),
+            told=self._untold(worker),
         )
         record.no_pull = record.pending_difference = False
         yield Send(worker, message)
@@ -402,6 +404,20 @@ class Server:
     def _on_note(self, worker: int, message: Note) -> Steps:
         self.report.event(**json.loads(message.text))
         yield from ()
+
+    def _on_told(self, worker: int, message: Told) -> Steps:
+        """A validation has given a figure: from the next update on the rates follow it."""
+        self.pace.hear(message.text)
+        yield from ()
+
+    def _untold(self, worker: int) -> str:
+        """The figures that a worker which steps by itself has not been told, by the dealing server."""
+        figures, record = self.pace.figures, self.table[worker]
+        steps = self.strategy.moves or self.strategy.reduces
+        if figures is None or self.leases.dealer is None or not steps or not figures.rows:
+            return ""
+        text, record.told_at = figures.told(record.told_at), figures.rows[-1].samples
+        return text
 
     def summary(self) -> dict[str, Any]:
         """Counts of this shard for `result.json`, with the failure that ended the run, if any."""

@@ -151,6 +151,7 @@ class WorkerRecord:
     lost_since: int = 0  # the number of that move
     owed: ToWorker | None = None  # to one that was given up while it waited
     named: bool = False  # was to deliver the final model
+    told_at: int = -1  # samples of the last figure that it has been told
 
 
 class WorkerTable:

@@ -50,7 +50,8 @@ def begin(session: Session, peer: Peer, replica: PeerReplica) -> None:
     hold."""
     with restoring(session.resume):
         if (part := restore(session.resume, peer, replica)) is not None:
-            go_on(session, replica.updates.pace, part.get("ticks"), peer.partition.samples)
+            go_on(session, replica.updates.pace, part, peer.partition.samples)
+            peer.validations.go_on_from(part.get("figures"))
     report_end_of(session, replica.updates.pace)
     if peer.checkpoints is not None:
         peer.checkpoints.try_out(peer.state)

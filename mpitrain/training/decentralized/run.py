@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.messages import Kind
+from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.replicas.peer_replica import PeerReplica
 from mpitrain.model.wire.buffers import VariableBuffer
 from mpitrain.model.wire.flat import FlatModel
@@ -30,9 +31,11 @@ from mpitrain.training.measure import (
     share_module,
 )
 from mpitrain.training.outcome import RunOutcome
+from mpitrain.training.recipe import recipe_of
 from mpitrain.training.resuming.initial_weights import build_on_ranks
 from mpitrain.training.resuming.resume import about_run, check
 from mpitrain.training.resuming.resume_options import describe_optimizer
+from mpitrain.training.schedule import goes_by_figures
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.trained.deliver import save_final
 from mpitrain.training.validations.measured_elsewhere import MeasuredByPeers
@@ -57,7 +60,9 @@ def run_peers(session: Session) -> RunOutcome:
     attempt(runtime, lambda: check(session, about))
     first = runtime.rank == 0
     with job.data.reader(session.catalogue, job.seed) as reader:
-        validations = session.validations()
+        rule = recipe_of(job, strategy, runtime.size, session.catalogue.num_samples).update
+        informs = attempt(runtime, lambda: goes_by_figures(job, rule, Rates(optimizer), strategy))
+        validations = session.validations(informs=informs)
         measure = make_measure(job, module, session.validation, device, runtime.stamp, validations)
         num_samples = session.catalogue.num_samples
         builder = PeerBuilder(strategy, runtime.size, job, num_samples, session.overrides.steps)

@@ -8,6 +8,7 @@ at the next averaging, and a run that is to stop then stops everywhere.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -147,6 +148,10 @@ class LocalReplica(Stepper):
         """BatchNorm's and the like."""
         return list(self.module.buffers())
 
+    def hear(self, text: str) -> Exchange:
+        """What the first worker has measured that a scheduler goes by, for all."""
+        return Exchange(lambda: self._hear(text), _no_bytes)
+
     def agree_to_end(self, ends: bool) -> Exchange:
         """The question to all workers whether a validation has ended the run."""
         return Exchange(lambda: self._agree_to_end(ends), _no_bytes)
@@ -168,6 +173,13 @@ class LocalReplica(Stepper):
             self.failure = self._refused or other
         yield from self.averager.rounds()
         super().update_ema()
+
+    def _hear(self, text: str) -> Asking:
+        figures = self.updates.pace.figures
+        assert figures is not None, "or nobody asks"
+        [own] = json.loads(text)
+        [values] = yield Ask([torch.tensor(own, dtype=torch.float64)], first=True)
+        figures.take([values.tolist()])
 
     def _agree_to_end(self, ends: bool) -> Asking:
         rows = yield Ask(numbers=(int(ends),))

@@ -6,6 +6,7 @@ Invariants: this file only composes. Every rank derives all roles, shards and si
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -22,6 +23,7 @@ from mpitrain.errors import EvictedError, LostRankError, UsageError
 from mpitrain.messages import Kind
 from mpitrain.model import LocalSteps, Replica, check_optimizer, flat_model, reshard
 from mpitrain.model.gradient.trained_buffers import trained_buffers
+from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.optimizers.step_hooks import StepHooks
 from mpitrain.model.replicas.hybrid_replica import HybridReplica
 from mpitrain.model.shards.tabled_shard import TabledStore
@@ -60,7 +62,7 @@ from mpitrain.training.resuming.resume import (
 )
 from mpitrain.training.resuming.resume_options import describe_optimizer, same_codec
 from mpitrain.training.routes import dense_tables, make_dense
-from mpitrain.training.schedule import go_on, report_end_of
+from mpitrain.training.schedule import go_on, goes_by_figures, report_end_of
 from mpitrain.training.served_tables import save_tables
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.trained.deliver import save_final
@@ -107,6 +109,8 @@ def run_servers(session: Session) -> RunOutcome:
         strategy, session.roles, model, session.job, session.catalogue, session.num_batches()
     )
     local = attempt(runtime, lambda: builder.local(optimizer))
+    rule, rates = builder.recipe.update, Rates(optimizer)
+    informs = attempt(runtime, lambda: goes_by_figures(session.job, rule, rates, strategy))
     if session.job.ema is not None:
         session.before_result = lambda: join_parts(session.run_dir, module, layout)
     try:
@@ -114,7 +118,7 @@ def run_servers(session: Session) -> RunOutcome:
             return _serve(session, builder, optimizer, about_this_run)
         if session.role == "aggregator":
             return _aggregate(session, builder)
-        return _work(session, builder, local, optimizer, device, about_this_run)
+        return _work(session, builder, local, optimizer, device, about_this_run, informs)
     finally:
         if model.lookups is not None:  # a job may have brought the module itself
             model.lookups.remove()
@@ -238,7 +242,10 @@ def _restore_server(session: Session, server: Server, store: AnyStore, layout: L
     """As `restore_shard`, with what a schedule counts from."""
     role = restore_shard(session.resume, server, store, layout, shard)
     if role is not None:
-        go_on(session, server.pace, role.get("ticks"), server.applied_samples)
+        told = (
+            session.resume.servers()[0].get("figures") if session.resume else None
+        )  # not all are cut after the same
+        go_on(session, server.pace, role | {"figures": told}, server.applied_samples)
         _limit(session, server, role.get("ticks"))
     report_end_of(session, server.pace)
 
@@ -282,12 +289,13 @@ def _work(
     optimizer: Optimizer,
     device: torch.device,
     about_this_run: dict[str, Any],
+    informs: bool,
 ) -> RunOutcome:
     runtime, job, model = session.runtime, session.job, builder.model
     runtime.may_die_alone = not builder.strategy.needs_all
     with job.data.reader(session.catalogue, job.seed) as reader:
         # on every worker: any may have to take over
-        validations = session.validations()
+        validations = session.validations(informs=informs)
         measure = make_measure(job, model.module, session.validation, device, runtime.stamp, validations)
         index = session.roles.workers.index(runtime.rank)
         replica = builder.replica(runtime.rank, optimizer, local, reader)
@@ -328,22 +336,24 @@ def attempt_restore(session: Session, worker: Worker, replica: Replica, index: i
     def restore() -> None:
         with restoring(session.resume):
             restore_worker(session.resume, worker, replica, index, number, strategy)
-            _restore_ticks(session, replica)
+            _restore_ticks(session, replica, worker)
         if worker.writer is not None:
             worker.writer.try_out(worker.state)
 
     attempt(session.runtime, restore)
 
 
-def _restore_ticks(session: Session, replica: Replica) -> None:
-    """What a schedule on the worker counts from, which the dealing server's part says."""
+def _restore_ticks(session: Session, replica: Replica, worker: Worker) -> None:
+    """What a schedule on the worker counts from and which figures were heard, as the dealing server's part says."""
     if session.resume is None:
         return
     role = session.resume.servers()[0]
     counted = [replica.local.pace] if replica.local is not None else []
     counted += [replica.reduced.updates.pace] if isinstance(replica, HybridReplica) else []
     for pace in counted:  # of what changes the server tells
-        go_on(session, Pace(ticks=pace.ticks), role.get("ticks"), role["applied_samples"])
+        go_on(session, Pace(ticks=pace.ticks), role, role["applied_samples"])
+        pace.hear(json.dumps(role.get("figures", ())))
+    worker.validations.go_on_from(role.get("figures"))
 
 
 def restore_worker(

@@ -37,7 +37,7 @@ from mpitrain.training.recipe import recipe_of_steps
 from mpitrain.training.replica_guard import ReplicaGuard
 from mpitrain.training.resuming.resume import restoring
 from mpitrain.training.resuming.resume_options import describe_optimizer, same_codec, shapes_of
-from mpitrain.training.schedule import go_on, report_end_of
+from mpitrain.training.schedule import go_on, goes_by_figures, report_end_of
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints, copied
 from mpitrain.training.synchronous.codec_hooks import CodecHook
@@ -81,7 +81,10 @@ class Trainer(AlikeReplica):
             session.straggler(), module.parameters(), session.runtime.fail
         )
         job = session.job
-        self.validations = session.validations(steps_end_it=True)
+        informs = attempt(
+            session.runtime, lambda: goes_by_figures(job, self.recipe.update, rates, session.strategy)
+        )
+        self.validations = session.validations(steps_end_it=not informs, informs=informs)
         self.set_measure = self._make_measure()
         self.collectives = collectives_of(session.runtime)
         self.stepper = self._make_stepper()
@@ -210,7 +213,8 @@ class Trainer(AlikeReplica):
         self.course.restore(counts, state["rounds"])
         stepper.step, stepper.samples = counts["step"], counts["samples"]
         stepper.nonfinite = counts["nonfinite"]
-        go_on(self.session, stepper.updates.pace, state.get("ticks"), stepper.samples)
+        go_on(self.session, stepper.updates.pace, state, stepper.samples)
+        self.validations.go_on_from(state.get("figures"))
         if stepper.updates.ema is not None:
             stepper.updates.ema.restore(state.get("ema"))
         warmup = num_warmup(self.num_steps - stepper.step)
@@ -371,6 +375,10 @@ class Trainer(AlikeReplica):
             self._compare()
 
         return together(meet)
+
+    def hear(self, text: str) -> Exchange:
+        """What the first rank has measured that a scheduler goes by, for all."""
+        return together(lambda: self.stepper.updates.pace.hear(self.session.runtime.broadcast(text)))
 
     def agree_to_end(self, ends: bool) -> Exchange:
         """The first rank knows whether a validation has ended the run."""

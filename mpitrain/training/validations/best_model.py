@@ -31,6 +31,7 @@ class Validations(ValidationCadence):
         run_dir: of the run.
         policy, agreed: as in `ValidationCadence`.
         writes: whether this rank keeps the files, where several judge the same figures.
+        informs: whether a scheduler goes by what is measured.
     """
 
     def __init__(
@@ -40,10 +41,11 @@ class Validations(ValidationCadence):
         policy: ValidationPolicy = EVERY_EPOCH,
         agreed: Callable[[], bool] | None = None,
         writes: bool = True,
+        informs: bool = False,
     ):
         super().__init__(policy, agreed, time.monotonic)
-        self.job, self.run_dir, self.writes = job, run_dir, writes
-        self.best_by, self.may_end = job.best_by, job.patience is not None
+        self.job, self.run_dir, self.writes, self.informs = job, run_dir, writes, informs
+        self.best_by, self.may_end, self.metric = job.best_by, job.patience is not None, job.goes_by
         self._found: dict[str, Any] | None = None
 
     @property
@@ -73,11 +75,16 @@ class Validations(ValidationCadence):
         return self.job.patience is not None and len(self.record["since"]) >= self.job.patience
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Refuse a metric to choose by that is not measured.
+        """Refuse a metric to choose by, or for the scheduler to go by, that is not measured.
 
         Raises:
             UsageError: names it.
         """
+        if self.informs and self.metric not in metrics:
+            raise UsageError(
+                f"scheduler_metric {self.metric!r}: validation reports no metric of that name; it reports "
+                + ", ".join(sorted(metrics))
+            )
         if self.best_by is not None and self.best_by.metric not in metrics:
             raise UsageError(
                 f"keep_best {self.best_by.metric!r}: validation reports no metric of that name; it reports "
@@ -96,9 +103,9 @@ class Validations(ValidationCadence):
         Raises:
             UsageError: as `check`.
         """
+        self.check(metrics)
         if self.best_by is None:
             return
-        self.check(metrics)
         metric, less_is_better = self._key()
         value, record = float(metrics[metric]), self.record
         if self.best_by.is_better(value, record["value"]):
