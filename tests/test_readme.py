@@ -155,16 +155,16 @@ def as_printed(tmp_path_factory):
     return documented.Folder(tmp_path_factory.mktemp("printed")).run
 
 
-def trains_on_ranks(command):
+def trains(command):
     """`make extended` makes these runs; `tests/mpi/test_digits.py` makes the first of them."""
-    return " launch " in command and " train " in command
+    return (" launch " in command and " train " in command) or " simulate jobs/" in command
 
 
 RUN = [command for command, _ in COMMANDS if not documented.reason(command)]
 
 
 @pytest.mark.parametrize(
-    "command", sampled(RUN, [command for command in RUN if not trains_on_ranks(command)]), ids=str
+    "command", sampled(RUN, [command for command in RUN if not trains(command)]), ids=str
 )
 def test_commands_run_as_printed(as_printed, command, tmp_path):
     out = as_printed(command.replace("/local/scratch", str(tmp_path)))

@@ -80,6 +80,7 @@ def hosts(tmp_path: Path) -> Iterator[list[str]]:
         _down()
 
 
+@pytest.mark.extended
 def test_a_node_behind_a_slow_link_is_named(hosts: list[str], tmp_path: Path) -> None:
     failing = tmp_path / "failing_nodes.txt"
     command = [str(find_mpi()[0]), "-m", "mpitrain", "doctor", "--comm", "--failing", str(failing)]

@@ -49,7 +49,7 @@ ASYNC = {
     "warm": ("softsync(updates=2,servers=2,warmup=warmup(1,epochs=3))", "sgd"),
 }
 # what `make test` runs of them; virtual time tries every strategy (tests/virtual/test_exactly_once.py)
-SAMPLE = ("allreduce", "localsgd", "sync", "coded", "ring", "async", "elastic", "in-flight")
+SAMPLE = ("allreduce", "localsgd", "coded", "ring", "async")
 
 
 def result_of(path):

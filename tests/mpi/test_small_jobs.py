@@ -131,6 +131,7 @@ def test_sparse_gradients_are_refused_by_name_before_anything_is_trained(tmp_pat
     close(found, expected)
 
 
+@pytest.mark.extended
 def test_workers_of_parameter_servers_never_import_the_compiler(tmp_path):
     """Which takes a second of CPU and 800 files of each rank; a server imports it when it takes a step."""
     found = launch_program(2, "compiler_unimported", str(tmp_path / "run"), cwd=tmp_path, warm=False).check()

@@ -29,7 +29,7 @@ def test_backup_averages_exactly_three_of_four_gradients_in_every_update(launch)
     result = result_of(launch, "backup")
     assert result["inject"] == ["slow(worker=2,factor=30)"]
     assert result["late"] > 0 and result["dropped"] == result["nonfinite"] == 0
-    assert result["accepted"] + result["late"] == sum(steps_of(result)) == 40 * 8
+    assert result["accepted"] + result["late"] == sum(steps_of(result)) == 16 * 8
     assert result["staleness_histogram"] == {"0": result["accepted"]}
     updates = json.loads((launch[0] / "backup" / "updates.json").read_text())
     assert len(updates) == result["steps"] and sum(count for _, count, _ in updates) == result["accepted"]

@@ -31,6 +31,7 @@ def notes(site: Site, run: str) -> list[list[str]]:
     return [line.split()[1:] for line in (site.folder / run / "job.log").read_text().splitlines()]
 
 
+@pytest.mark.extended
 def test_a_signal_before_ranks_exist_requeues_and_a_cancelled_job_stays_cancelled(site: Site) -> None:
     """Both stand still in the preflight when it comes. The first, a sweep's last task, is started again, alone,
     and trains, on one GPU of two."""

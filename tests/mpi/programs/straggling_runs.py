@@ -48,7 +48,7 @@ def run(name, strategy, inject=(), **changes):
         (path / name / "updates.json").write_text(json.dumps(updates))
 
 
-run("backup", mt.Backup(spare=1), "slow(worker=2, factor=30)", epochs=40)
+run("backup", mt.Backup(spare=1), "slow(worker=2, factor=30)", epochs=16)
 run("pause", mt.Async(), "pause(worker=1, at_step=3, seconds=3)", epochs=8)
 run("stall", mt.Sync(), ("stall(worker=0, chance=0.3, seconds=0.05)", "stall(3, 0.6, 0.01)"), epochs=6)
 
