@@ -31,7 +31,7 @@ exclude_patterns = [
     "**/__pycache__",
 ]
 
-extensions = ["myst_parser", "docs.site.navigation", "docs.site.sources"]
+extensions = ["myst_parser", "docs.site.drawings", "docs.site.navigation", "docs.site.sources"]
 myst_heading_anchors = 6
 highlight_language = "text"
 nitpicky = True

@@ -4,7 +4,8 @@
     python docs/generate.py --check   write nothing; exit with 1 and the names of pages that are out of date
 
 Tables of strategies, dampings, codecs and schedules are made from docstrings, figures from `benchmarks/results`, lists
-of imports from the source. Each stands between `<!-- generated: NAME -->` and `<!-- end -->`.
+of imports from the source. Each stands between `<!-- generated: NAME -->` and `<!-- end -->`. The pictures of
+`docs/pictures` are drawn from `docs/families.py` and from runs in virtual time (`docs/characters.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import report  # noqa: E402
 
-from docs import features, floors, markdown, value_tables  # noqa: E402
+from docs import family_pictures, features, floors, markdown, value_tables  # noqa: E402
 from tests import documented  # noqa: E402
 
 SECTIONS: dict[str, Callable[[], str]] = {
@@ -60,6 +61,11 @@ def main(arguments: list[str]) -> int:
             stale.append(page.relative_to(ROOT).as_posix())
             if "--check" not in arguments:
                 page.write_text(made, encoding="utf-8")
+    for path, made in family_pictures.made().items():
+        if not path.exists() or path.read_text(encoding="utf-8") != made:
+            stale.append(path.relative_to(ROOT).as_posix())
+            if "--check" not in arguments:
+                path.write_text(made, encoding="utf-8")
     if stale:
         print(
             ("out of date, run `make docs`: " if "--check" in arguments else "written: ") + ", ".join(stale)

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
+from functools import partial
 
 import mpitrain.inject
 import mpitrain.virtual  # noqa: F401 - registers laws of virtual time
+from docs.families import FAMILIES
+from docs.family_pictures import CURVES
 from docs.markdown import cell, table
 from mpitrain.codecs.base import Feedback
 from mpitrain.strategies import registry
@@ -50,14 +54,39 @@ def options(cls: type[Value]) -> dict[str, str]:
     return {names: cell(text) for names, text in found.items()}
 
 
-def of_kind(kind: str, head: str) -> str:
-    """Values of a kind, and below them their options."""
-    found = classes(kind)
+def of_kind(kind: str, head: str, names: Sequence[str] = ()) -> str:
+    """Values of a kind, or those of it that are named, and below them their options."""
+    found = [cls for cls in classes(kind) if not names or cls.name in names]
     rows = [(f"`{written(cls)}`", description(cls)) for cls in found]
     told = [(f"`{cls.name}`", f"`{names}`", text) for cls in found for names, text in options(cls).items()]
     return table((head, "meaning"), *rows) + (
         "\n\n" + table((head, "option", "meaning"), *told) if told else ""
     )
+
+
+def all_strategies() -> str:
+    """A row for each strategy: what its family's page says in full."""
+    homes = {name: family for family in FAMILIES for name in family.strategies}
+    rows = []
+    for cls in classes("strategy"):
+        family = homes[cls.name]
+        row = registry.describe(cls.__name__, cls)
+        rows.append((f"[`{cls.name}`](strategies/{family.key}.md#options)", cell(row.summary), family.waits))
+    return table(("strategy", "meaning", "who waits"), *rows)
+
+
+def families() -> str:
+    """A heading for each family, with its picture and its curve."""
+    parts = []
+    for family in FAMILIES:
+        names = ", ".join(f"`{name}`" for name in family.strategies)
+        parts += [
+            f"## {family.title}",
+            f"{names}. Who waits: {family.waits}. Choose it {family.choose}. [More](strategies/{family.key}.md)",
+            f"![{family.title}: who sends what to whom](pictures/who-{family.key}.svg)",
+            f"![{CURVES[family.key].title}](pictures/curve-{family.key}.svg)",
+        ]
+    return "\n\n".join(parts)
 
 
 def of_base(cls: type[Value]) -> str:
@@ -73,7 +102,12 @@ def example() -> str:
 
 SECTIONS = {
     "example": example,
-    "strategies": lambda: of_kind("strategy", "strategy"),
+    "strategies": all_strategies,
+    "families": families,
+    **{
+        f"family {family.key.replace('-', ' ')}": partial(of_kind, "strategy", "strategy", family.strategies)
+        for family in FAMILIES
+    },
     "server options": lambda: of_base(ServerStrategy),
     "dampings": lambda: of_kind("damping", "damping"),
     "batching": lambda: of_kind("batching", "batching"),
