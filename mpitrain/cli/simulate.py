@@ -100,7 +100,7 @@ def add_parser(commands: Any) -> None:
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Run the simulations; prints loss against virtual time and the staleness histogram, or a table of all runs."""
     from mpitrain.simulation.command import Request, simulate_command
-    from mpitrain.system.tracebacks import own_part
+    from mpitrain.system.tracebacks import frames
 
     try:
         overridden = overrides(arguments)
@@ -110,5 +110,5 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     except MpitrainError:
         raise
     except Exception as error:
-        tell(own_part(error), end="")
+        tell(f"{frames(error)}mpitrain: {type(error).__name__}: {error}")
         return EXIT_ERROR

@@ -290,7 +290,11 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
     elif job.strategy is None:
         changes["strategy"] = AllReduce()
     if overrides.schedule is not None:
-        changes |= {"schedule": parse(overrides.schedule, "schedule"), "scheduler": None}
+        changes |= {
+            "schedule": parse(overrides.schedule, "schedule"),
+            "scheduler": None,
+            "scheduler_metric": None,
+        }
     if overrides.synthetic:
         if job.synthetic is None:
             raise UsageError(

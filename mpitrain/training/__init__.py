@@ -13,6 +13,7 @@ from mpitrain.job import Job, Overrides
 from mpitrain.strategies.base import Strategy
 from mpitrain.system.interrupts import interruptible
 from mpitrain.system.saying import flush
+from mpitrain.system.tracebacks import shortened
 from mpitrain.training.families import FAMILIES, run_named
 from mpitrain.training.job_file import load_job
 
@@ -40,12 +41,15 @@ def train(
     """
     if strategy is not None:
         overrides["strategy"] = str(strategy)
-    with interruptible():
-        if threads is not None:
-            from mpitrain.training.in_threads.run import train_in_threads
+    try:
+        with interruptible():
+            if threads is not None:
+                from mpitrain.training.in_threads.run import train_in_threads
 
-            return train_in_threads(lambda: job, Overrides(**overrides), threads)
-        return _train(lambda: job, Overrides(**overrides))
+                return train_in_threads(lambda: job, Overrides(**overrides), threads)
+            return _train(lambda: job, Overrides(**overrides))
+    except Exception as error:
+        raise shortened(error)  # noqa: B904 - the same one
 
 
 def train_command(

@@ -388,7 +388,7 @@ def test_a_simulation_shows_an_error_of_the_jobs_own_from_the_job_on(
     assert cli.main(["simulate", str(job), *words]) == 1
     told = capsys.readouterr().err.splitlines()
     assert told[0].startswith("Traceback") and told[1].endswith("line 3, in loss"), told
-    assert told[-1].startswith("RuntimeError: ") and not any("/mpitrain/" in line for line in told)
+    assert told[-1].startswith("mpitrain: RuntimeError: ") and not any("/mpitrain/" in line for line in told)
 
 
 def test_the_default_laws_exist() -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
 from mpitrain.model.gradient.user_code import Checked, check_made_optimizer, check_module, unused_parameters
-from mpitrain.system.tracebacks import own_part
+from mpitrain.system.tracebacks import frames, own_part, shortened
 from mpitrain.training.job_file import load_job
 from mpitrain.training.resuming.fingerprint import fingerprint
 from tests import toy
@@ -183,9 +183,84 @@ def test_of_a_traceback_the_users_own_part_is_shown():
     assert "mpitrain/model/gradient/user_code.py" not in told and told.endswith(
         f"{type(error).__name__}: {error}\n"
     )
+    assert frames(error) == told.removesuffix(f"{type(error).__name__}: {error}\n")
     with pytest.raises(RuntimeError) as caught:
         below_us()
     assert "in below_us" in own_part(caught.value)  # a script of one's own that calls us: whole
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(4, 1))
+
+    def forward(self, x):
+        if x.dim() == 3:
+            raise OverflowError("three")
+        return self.inner(x)
+
+
+def outer_loss(model, batch):
+    return model(batch["x"]).mean()
+
+
+def test_torchs_frames_between_the_users_line_and_the_error_are_left_out():
+    def deep_loss(model, batch):
+        return model(batch["x"][None]).mean()
+
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(Checked(deep_loss, "loss"), Outer(), BATCH).exception()
+    whole, told = "".join(traceback.format_exception(error)), frames(error)
+    assert whole.count("/torch/nn/modules/module.py") > 0 and "/torch/" not in told
+    assert [line.rpartition(" in ")[2] for line in told.splitlines() if line.startswith("  File")] == [
+        "deep_loss", "forward"
+    ]  # fmt: skip
+    shown = "".join(traceback.format_exception(shortened(error)))
+    assert "/torch/nn/modules" not in shown and "gradient/user_code.py" not in shown
+    assert shown.endswith("OverflowError: three\n")
+
+
+def double(batch):
+    return {name: one.double() for name, one in batch.items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "said"),
+    [
+        (nn.Linear(9, 2), BATCH, r"\(3x5 and 9x2\) \(`return model.*`, .*user_code.py, line \d+\); the mod"),
+        (nn.Linear(9, 2), BATCH, r"Linear\(in_features=9.*\), was given float32\[3, 5\]; a batch holds x: float32\["),
+        (Outer(), BATCH, r"mean\(\)`.*; `return self.inner\(x\)`.*; layer 'inner.2', Linear\(.*float32\[3, 3\]"),
+        (nn.Linear(5, 1), double(BATCH), r"same dtype, but got Double and Float.*holds x: float64\[3, 5\]"),
+        (nn.Linear(5, 1), double(BATCH), r"parameters are float32: make x, y float32 where the data are made, or"),
+        (nn.Conv1d(3, 2, 1), {"x": torch.zeros(6, 5, 4)}, r"expected input\[6, 5, 4\] to have 3 channels.*Conv1d"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_does_not_go_with_the_model_is_told_in_one_line(model, batch, said):
+    with pytest.raises(UsageError, match=said) as caught:
+        Checked(outer_loss, "loss")(model, batch)
+    assert str(caught.value).startswith("Job: loss: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("returns", [lambda loss: loss, lambda loss: loss.detach(), lambda loss: loss.item()])
+def test_a_loss_that_goes_backward_itself_is_told_so(returns):
+    def with_backward(model, batch):
+        loss = model(batch["x"]).mean()
+        loss.backward()
+        return returns(loss)
+
+    model, penalized = nn.Linear(5, 1), nn.Linear(5, 1)
+    with pytest.raises(
+        UsageError, match=r"the loss 'with_backward' \(.*line \d+\) calls .backward\(\), and the job calls"
+    ):
+        Checked(with_backward, "loss")(model, BATCH)
+    assert all(one.grad is None for one in model.parameters())
+
+    def with_penalty(model, batch):  # gradients of its own, which leave none on the parameters
+        loss = model(batch["x"]).mean()
+        (gradient,) = torch.autograd.grad(loss, model.weight, create_graph=True)
+        return loss + gradient.square().sum()
+
+    assert Checked(with_penalty, "loss")(penalized, BATCH).requires_grad
 
 
 def test_unused_parameters_are_found_by_the_graph():

@@ -19,6 +19,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model.building.compiling import unwrap_compiled
 from mpitrain.model.gradient.loss import read_loss
 from mpitrain.model.gradient.loss_pass import naming_itself
+from mpitrain.model.gradient.model_mistakes import LooksForGradients, explaining_model, named
 from mpitrain.model.gradient.precision import autocast
 
 BatchFunction = Callable[[Any, Batch], Any]
@@ -32,23 +33,26 @@ class Checked:
         precision: in which torch computes what the function asks for, as in `Job`.
 
     Raises:
-        UsageError: when called: the batch was taken for something else; the loss is no scalar (nor such a sum with its
-            weight), or has no gradient; the metrics are no numbers by name; what is predicted has not a row for each
-            sample.
+        UsageError: when called: the batch was taken for something else, or does not go with the model; the loss goes
+            backward itself, is no scalar (nor such a sum with its weight), or has no gradient; the metrics are no
+            numbers by name; what is predicted has not a row for each sample.
     """
 
     def __init__(self, function: BatchFunction, name: str, precision: str = "float32"):
         self.function, self.name, self.precision = function, name, precision
+        self._looks = LooksForGradients(function)
 
     def __call__(self, model: object, batch: Batch) -> Any:
         with (
+            self._looks.around(model),
             explaining(f"Job: {self.name}", batch, UsageError),
+            explaining_model(f"Job: {self.name}", model, batch),
             autocast(self.precision, device_of(batch).type),
             naming_itself(model),
         ):
             value = self.function(model, batch)
         if self.name == "loss":
-            _check_loss(value)
+            _check_loss(value, self.function)
         elif self.name == "predict":
             _check_predictions(value, num_samples_in(batch))
         elif self.name == "metrics":
@@ -61,7 +65,7 @@ def unwrapped(function: Any) -> Any:
     return function.function if isinstance(function, Checked) else function
 
 
-def _check_loss(returned: object) -> None:
+def _check_loss(returned: object, function: BatchFunction) -> None:
     value = read_loss(returned).total
     if not isinstance(value, torch.Tensor):
         raise UsageError(
@@ -75,8 +79,8 @@ def _check_loss(returned: object) -> None:
         )
     if torch.is_grad_enabled() and not value.requires_grad:
         raise UsageError(
-            "Job: the loss does not depend on any parameter that is trained; compute it from model(...), without "
-            ".detach() or torch.no_grad()"
+            f"Job: what {named(function)} returns does not depend on any parameter that is trained; compute it from "
+            "model(...), without .detach(), .data or torch.no_grad()"
         )
 
 

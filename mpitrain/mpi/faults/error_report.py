@@ -29,7 +29,7 @@ from mpitrain.system.files.error_record import is_interrupt, write_record
 from mpitrain.system.files.folders import make_private
 from mpitrain.system.launched import rank_status
 from mpitrain.system.saying import flush
-from mpitrain.system.tracebacks import own_part
+from mpitrain.system.tracebacks import frames
 
 _DRAIN_S = 2.0
 _ASK_S = 1.0
@@ -72,7 +72,7 @@ def report(rank: RankInfo, error: BaseException) -> None:
     if is_interrupt(error):
         summary, plain, shared = f"mpitrain: {rank.where()}: interrupted", True, ""
     if not shared or _is_first(rank, shared):
-        _print(rank, summary if plain else own_part(error) + summary)
+        _print(rank, summary if plain else frames(error) + summary)
     if rank.run_dir is not None:
         _write_record(rank, rank.run_dir, error)
 

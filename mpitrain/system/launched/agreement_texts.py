@@ -15,7 +15,7 @@ from typing import Any
 
 from mpitrain.errors import EXIT_ERROR, MpitrainError
 from mpitrain.system.launched.node_map import name_ranks
-from mpitrain.system.tracebacks import own_part
+from mpitrain.system.tracebacks import frames
 
 STARTED_DIFFERENTLY = (
     "mpitrain: UsageError: the ranks were started differently; give all of them the same options"
@@ -28,7 +28,7 @@ def describe_error(error: Exception) -> dict[str, Any]:
     ours = isinstance(error, MpitrainError)
     return {
         "text": f"{type(error).__name__}: {error}",
-        "trace": "" if ours else own_part(error),
+        "trace": "" if ours else frames(error),
         "exit_code": error.exit_code if isinstance(error, MpitrainError) else EXIT_ERROR,
     }
 

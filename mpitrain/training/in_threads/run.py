@@ -33,7 +33,7 @@ from mpitrain.system.files.error_record import exit_code, write_record
 from mpitrain.system.launched import rank_status
 from mpitrain.system.launched.launch_variables import launched_task, node_name
 from mpitrain.system.saying import flush, tell
-from mpitrain.system.tracebacks import own_part
+from mpitrain.system.tracebacks import frames
 from mpitrain.threads.draws import Draws
 from mpitrain.threads.hub import CalledOffError, Hub
 from mpitrain.threads.ranks import ThreadRanks
@@ -202,7 +202,7 @@ def threads_command(load: Callable[[], Job], overrides: Overrides, num_threads: 
         tell(f"mpitrain: error: {error}{_where(error)}")
     except Exception as error:
         code = exit_code(error)
-        tell(own_part(error), end="")
+        tell(frames(error), end="")
         tell(f"mpitrain: {type(error).__name__}: {error}{_where(error)}")
     rank_status.reach(rank_status.ENDED, code)
     signals.ignore()

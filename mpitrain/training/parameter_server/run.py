@@ -169,7 +169,7 @@ def _serve(
 ) -> RunOutcome:
     runtime, roles, strategy, model = session.runtime, session.roles, builder.strategy, builder.model
     shard = roles.servers.index(runtime.rank)
-    store = builder.store(shard, optimizer)
+    store = attempt(runtime, lambda: builder.store(shard, optimizer))
     num_pushes = math.ceil(session.total_samples() / (session.job.step_samples * strategy.push_every))
     meter = Meter(session.report, num_warmup(num_pushes))
     own = _workers_hold_their_own(builder, optimizer)
@@ -230,7 +230,8 @@ def _workers_hold_their_own(builder: RoleBuilder, optimizer: Optimizer) -> bool:
 def _aggregate(session: Session, builder: RoleBuilder) -> RunOutcome:
     """Stand between this node's workers and the servers. Nothing of this rank belongs to a checkpoint."""
     session.in_emergency(None)
-    attempt(session.runtime, lambda: None)  # the others restore what they go on from
+    for _ in ("the others build their shards and replicas", "they restore what they go on from"):
+        attempt(session.runtime, lambda: None)
     buffers, aggregator = ByteBuffers(), builder.aggregator(session.place, signals.asked)
     peers = (*session.roles.servers, *session.roles.behind(session.place))
     counts = run_role(session, peers, lambda source, kind: buffers.empty(), aggregator.run())
@@ -242,9 +243,8 @@ def _restore_server(session: Session, server: Server, store: AnyStore, layout: L
     """As `restore_shard`, with what a schedule counts from."""
     role = restore_shard(session.resume, server, store, layout, shard)
     if role is not None:
-        told = (
-            session.resume.servers()[0].get("figures") if session.resume else None
-        )  # not all are cut after the same
+        # shards are cut at pushes of their own, and all are to step at the same rates
+        told = session.resume.servers()[0].get("figures") if session.resume else None
         go_on(session, server.pace, role | {"figures": told}, server.applied_samples)
         _limit(session, server, role.get("ticks"))
     report_end_of(session, server.pace)
@@ -298,7 +298,7 @@ def _work(
         validations = session.validations(informs=informs)
         measure = make_measure(job, model.module, session.validation, device, runtime.stamp, validations)
         index = session.roles.workers.index(runtime.rank)
-        replica = builder.replica(runtime.rank, optimizer, local, reader)
+        replica = attempt(runtime, lambda: builder.replica(runtime.rank, optimizer, local, reader))
         writer = make_checkpoint_writer(
             session, f"worker-{index}", about_this_run, lambda: {"replica": replica.state()}
         )
