@@ -31,10 +31,19 @@ exclude_patterns = [
     "**/__pycache__",
 ]
 
-extensions = ["myst_parser", "docs.site.drawings", "docs.site.navigation", "docs.site.sources"]
+extensions = [
+    "myst_parser",
+    "docs.site.drawings",
+    "docs.site.navigation",
+    "docs.site.reference",
+    "docs.site.sources",
+]
 myst_heading_anchors = 6
 highlight_language = "text"
-nitpicky = True
+default_role = "code"  # what docstrings put between single backticks
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 80
+toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
 html_static_path = ["site/static"]

@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import report  # noqa: E402
 
-from docs import family_pictures, features, floors, markdown, value_tables  # noqa: E402
+from docs import api, family_pictures, features, floors, markdown, value_tables  # noqa: E402
 from tests import documented  # noqa: E402
 
 SECTIONS: dict[str, Callable[[], str]] = {
@@ -28,6 +28,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     **report.SECTIONS,
     **floors.SECTIONS,
     **features.SECTIONS,
+    **api.SECTIONS,
     "commands": lambda: tested_commands(),
 }
 MARKED = re.compile(r"(<!-- generated: ([\w ]+) -->\n)(?:.*?\n)??(<!-- end -->)", re.DOTALL)

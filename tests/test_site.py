@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,31 @@ def test_the_site_is_built_without_a_warning_and_its_links_lead_somewhere(tmp_pa
     assert links.faults(tmp_path / "html") == []
     index = (tmp_path / "html" / "searchindex.js").read_text(encoding="utf-8")
     assert all(f'"{page.relative_to(ROOT).with_suffix("").as_posix()}"' in index for page in PAGES)
+
+
+def test_the_page_of_public_names_has_each_once() -> None:
+    import mpitrain
+    from docs.api import groups
+    from docs.site.reference import with_docstrings
+
+    page = with_docstrings((ROOT / "docs" / "reference.md").read_text(encoding="utf-8"))
+    told = re.findall(r"^\.\. auto(?:class|function):: mpitrain\.(\w+)$", page, re.MULTILINE)
+    assert (
+        sorted(told) == sorted(mpitrain.__all__)
+        and [name for names in groups().values() for name in names] == told
+    )
+    assert page.count("```{eval-rst}") == len(groups())
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("counted in `unit`s, see `a`.", r"counted in `unit`\ s, see `a`."),
+        ("2 * N and |x| of `a * b`, x_ too", r"2 \* N and \|x\| of `a * b`, x\_ too"),
+        ("some_name stays, as does `a", "some_name stays, as does `a"),
+    ],
+)
+def test_text_of_a_docstring_is_no_markup(line: str, said: str) -> None:
+    from docs.site.reference import as_rst
+
+    assert as_rst(line) == said
