@@ -7,6 +7,7 @@ started, which have the run's.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import UsageError
@@ -141,6 +143,68 @@ def reading(path: str, settings: Sequence[str]) -> Iterator[Mapping[str, Any]]:
     finally:
         _reading.reset(token)
     now.check(path)
+
+
+def check_not_reading(what: str) -> None:
+    """Refuse a run within a job file that is being read.
+
+    Raises:
+        UsageError: names the call, `mpitrain.<what>`.
+    """
+    if _reading.get() is not None:
+        raise UsageError(
+            f"mpitrain.{what} is called while a job file is read for its job: put the call under `if __name__ == "
+            '"__main__":`, so that the job can be read without it'
+        )
+
+
+@contextmanager
+def told_of_argparse(file: Path) -> Iterator[None]:
+    """While a job file runs: what its own parser would read are the words of mpitrain's command line.
+
+    Raises:
+        UsageError: it reads them; says what to write in place of the parser.
+    """
+    before = argparse.ArgumentParser.parse_args
+
+    def parse_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        if args is not None:
+            return before(self, args, namespace)
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != str(file):
+            frame = frame.f_back
+        line = f", line {frame.f_lineno}" if frame is not None else ""
+        raise UsageError(
+            f"{file}{line}: parse_args() would read mpitrain's own command line; {_in_place_of(self)}"
+        )
+
+    argparse.ArgumentParser.parse_args = parse_args  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.parse_args = before  # type: ignore[method-assign]
+
+
+def _in_place_of(parser: argparse.ArgumentParser) -> str:
+    """What to write in place of a parser."""
+    examples = {int: 1, float: 0.1, bool: False}
+    values = {}
+    for action in parser._actions:
+        if action.dest in ("help", argparse.SUPPRESS) or not _WORD.fullmatch(action.dest):
+            continue
+        value = action.default
+        if isinstance(value, list | tuple):
+            value = [one for one in value if isinstance(one, bool | int | float | str)]
+        elif not isinstance(value, bool | int | float | str):
+            value = examples.get(action.type, "...") if isinstance(action.type, type) else "..."
+        values[action.dest] = value
+    values = values or {"hidden": 64}
+    declared = ", ".join(f"{name}={value!r}" for name, value in values.items())
+    name, value = next(iter(values.items()))
+    return (
+        f'write `args = mpitrain.Options("args", {declared})` in its place: args.{name} is read as before, and --set '
+        f"args.{name}={show(value)} gives another value"
+    )
 
 
 def hand_on(path: str, settings: Sequence[str]) -> None:

@@ -46,7 +46,13 @@ def add_parser(commands: Any) -> None:
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    option(parser, "job", "JOB", "job file: Python that ends in `job = mpitrain.Job(...)`")
+    option(
+        parser,
+        "job",
+        "JOB",
+        "job file: Python that ends in `job = mpitrain.Job(...)`; FILE:NAME another name in it; or a module, "
+        "pkg.jobs or pkg.jobs:name",
+    )
     option(
         parser, "--strategies", "TEXT",
         "to measure; the others are compared with the first (default: allreduce)",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -326,7 +327,8 @@ def _run_dir(words: list[str], inner: argparse.Namespace | None) -> Path:
     given = getattr(inner, "run_dir", None)
     if given:
         return Path(given).absolute()
-    name = next((Path(word).stem for word in words if word.endswith(".py")), "run")
+    job = getattr(inner, "job", None) or next((word for word in words if word.endswith(".py")), "run")
+    name = Path(job.replace(":", ".")).stem if job.endswith(".py") else re.split(r"[.:/]", job)[-1]
     return default_run_dir(name).absolute()
 
 

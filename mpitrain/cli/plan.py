@@ -39,7 +39,13 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan", help="predict a job's speed-up, and advise", description=_DESCRIPTION, epilog=_EPILOG
     )
-    option(parser, "job", "JOB", "job file: Python that ends in `job = mpitrain.Job(...)`")
+    option(
+        parser,
+        "job",
+        "JOB",
+        "job file: Python that ends in `job = mpitrain.Job(...)`; FILE:NAME another name in it; or a module, "
+        "pkg.jobs or pkg.jobs:name",
+    )
     option(parser, "--batch-size", "N", "samples per worker and step", positive)
     option(parser, "--epochs", "N", "passes over the data", positive)
     add_options(parser, "synthetic")

@@ -12,6 +12,7 @@ from typing import Any
 
 from mpitrain.cli.common.options import option, switch
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, UsageError
+from mpitrain.system.files.job_source import find_job
 from mpitrain.system.number_texts import natural
 from mpitrain.system.saying import hand_out, say, tell
 
@@ -170,8 +171,8 @@ def _checked(arguments: argparse.Namespace) -> Any:
     """The script, of whose runs none would refuse to start as far as that can be known here."""
     from mpitrain.cli.submit import check_all
 
-    if arguments.program and not Path(arguments.program[0]).is_file():
-        raise UsageError(f"no job file {arguments.program[0]!r} (looked in {Path.cwd()})")
+    if arguments.program:
+        find_job(arguments.program[0])
     script = _script(arguments)
     if script.job:
         check_all(script, arguments.parse, load=not arguments.no_check)

@@ -126,7 +126,8 @@ def add_job_options(
     """The options `train` and `simulate` share: what a job's fields can be replaced with."""
     option(
         parser, "job", "JOB",
-        "job file: Python that ends in `job = mpitrain.Job(...)`",
+        "job file: Python that ends in `job = mpitrain.Job(...)`; FILE:NAME another name in it; or a module, "
+        "pkg.jobs or pkg.jobs:name",
         nargs="?" if job_is_optional else None,
     )  # fmt: skip
     job = parser.add_argument_group(OF_JOB)

@@ -114,7 +114,8 @@ class Overrides:
     )  # fmt: skip
     steps: int | None = option(
         OF_JOB,
-        "stop after N batches for every worker: N updates where they step together, N for each of them in async()",
+        "stop after N steps of every worker, each of --batch-size samples (times --accumulate): N updates where all "
+        "step together, N pushes of each worker under async(); not samples, and not batches of all workers",
         "N", reads=positive, check=at_least_one,
     )  # fmt: skip
     target: tuple[str, ...] = option(

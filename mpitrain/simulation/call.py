@@ -7,6 +7,7 @@ from typing import Any
 
 from mpitrain.errors import UsageError
 from mpitrain.job import Job, Overrides, apply_overrides
+from mpitrain.options import check_not_reading
 from mpitrain.simulation.comparison import Comparison
 from mpitrain.simulation.servers import simulate_again, simulate_job
 from mpitrain.strategies.base import Strategy
@@ -36,6 +37,7 @@ def simulate(
     Raises:
         UsageError: a strategy that has no roles to run in virtual time, or a wrong option.
     """
+    check_not_reading("simulate")
     if strategy is not None:
         overrides["strategy"] = str(strategy)
     options = Overrides(**overrides)

@@ -85,7 +85,7 @@ def simulate_again(
     """
     run = load_run(run_dir)
     if job is None:
-        path = path or run["job_file"]
+        path = path or run["job_file"] or run.get("made_in")
         if path is None:
             raise UsageError(
                 f"{run_dir} was not started from a job file; give one, or call mpitrain.simulate(job, replay=...)"

@@ -10,6 +10,7 @@ from typing import Any
 
 from mpitrain.errors import AgreedError
 from mpitrain.job import Job, Overrides
+from mpitrain.options import check_not_reading
 from mpitrain.strategies.base import Strategy
 from mpitrain.system.interrupts import interruptible
 from mpitrain.system.saying import flush
@@ -39,6 +40,7 @@ def train(
         AgreedError: the input is wrong on some rank; rank 0 has reported which and why. Any other exception ends
             the whole job, and of a single rank it is raised, as in a notebook or a test: the process can train again.
     """
+    check_not_reading("train")
     if strategy is not None:
         overrides["strategy"] = str(strategy)
     try:

@@ -1,4 +1,4 @@
-"""A job file: Python that ends in a `job`.
+"""A job file: Python that ends in a `job`, or a module that holds one.
 
 Invariants: a mistake in the file is reported with the file and the line, in one sentence and without a traceback of
 this package.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
-from mpitrain.options import hand_on, reading
-from mpitrain.system.files.user_module import run_file
+from mpitrain.options import hand_on, reading, told_of_argparse
+from mpitrain.system.files.job_source import JobSource, find_job
+from mpitrain.system.files.user_module import import_anew, run_file
 from mpitrain.values import nearest
 
 
@@ -29,18 +29,20 @@ def _explain_fields(path: str, error: TypeError) -> str:
 
 
 def load_job(path: str, settings: Sequence[str] = ()) -> Job:
-    """Run a job file and return its `job`.
+    """Run a job file, or import its module anew, and return its `job`.
 
     Args:
+        path: see `system/files/job_source.py`.
         settings: values for what the file declares with `Options`, as texts such as "model.hidden=256".
 
     Raises:
         UsageError: no such file, it does not define `job = mpitrain.Job(...)`, or it declares no such parameter, or one
             of another type.
     """
-    hand_on(path, settings)
-    with reading(path, settings) as declared:
-        job = _run_file(path)
+    source = find_job(path)
+    hand_on(str(source.file), settings)
+    with reading(path, settings) as declared, told_of_argparse(source.file):
+        job = _run(source)
     if job.options:
         raise UsageError(
             f"{path}: Job: options is entered from what the file declares with mpitrain.Options(...)"
@@ -48,12 +50,13 @@ def load_job(path: str, settings: Sequence[str] = ()) -> Job:
     return dataclasses.replace(job, options=dict(declared))
 
 
-def _run_file(path: str) -> Job:
-    file = Path(path)
-    if not file.is_file():
-        raise UsageError(f"no job file {path!r} (looked in {Path.cwd()})")
+def _run(source: JobSource) -> Job:
+    file, name = source.file, source.name or "job"
     try:
-        names = run_file(file)
+        names = import_anew(source.module, source.root) if source.module else run_file(file)
+        job = names.get(name)
+        if source.name and callable(job) and not isinstance(job, Job):
+            job = job()
     except SyntaxError as error:
         where = f"{error.filename}, line {error.lineno}"
         raise UsageError(f"{where}: {error.msg}: {(error.text or '').strip()}") from None
@@ -71,12 +74,13 @@ def _run_file(path: str) -> Job:
             f"{file}, line {frames[-1].lineno}: {error.msg}; install it beside mpitrain, or correct the name"
         ) from None
     except SystemExit as end:
-        raise UsageError(f"{file} exits ({end.code!r}) before it has defined its `job`") from None
-    job = names.get("job")
-    if not isinstance(job, Job):
-        found = "no 'job'" if job is None else f"'job' is {type(job).__name__}"
         raise UsageError(
-            f"{path}: {found}; a job file ends in `job = mpitrain.Job(model=..., loss=..., "
-            "optimizer=..., data=...)`"
+            f"{file} exits ({end.code!r}) before it has defined its `job`; a job file takes no words of the command "
+            "line: mpitrain.Options declares its parameters, and --set gives them"
+        ) from None
+    if not isinstance(job, Job):
+        found = f"no {name!r}" if job is None else f"{name!r} is {type(job).__name__}"
+        raise UsageError(
+            f"{file}: {found}; a job file ends in `{name} = mpitrain.Job(model=..., loss=..., optimizer=..., data=...)`"
         )
-    return job if job.name else dataclasses.replace(job, name=file.stem)
+    return job if job.name else dataclasses.replace(job, name=source.stem)

@@ -51,7 +51,7 @@ from mpitrain.training.mllog_facts import mllog_facts
 from mpitrain.training.open_run import open_run
 from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.resuming.about_data import about_data
-from mpitrain.training.resuming.fingerprint import contents_of, file_digest, options
+from mpitrain.training.resuming.fingerprint import contents_of, of_job_file, of_program, options
 from mpitrain.training.tracing import begin_trace, nothing_traced
 from mpitrain.training.validate import check_precision, validate_run
 from mpitrain.training.validations.best_model import Validations
@@ -364,8 +364,8 @@ def _how_started(session: Session, job_file: str | None) -> dict[str, Any]:
         **session.identity._asdict(),
         "leg": session.leg,
         "strategy_asked": session.overrides.strategy or str(session.strategy),
-        "job_file": str(Path(job_file).resolve()) if job_file else None,
-        "job_sha256": file_digest(Path(job_file)) if job_file else None,
+        **of_job_file(job_file),
+        **(of_program(session.job) if job_file is None else {}),
         "overrides": dataclasses.asdict(session.overrides)
         | {"strategy": str(session.strategy), "run_dir": None, "init": init and str(Path(init).resolve())},
         "options": dict(session.job.options),

@@ -19,6 +19,7 @@ from mpitrain.job import Job
 from mpitrain.model.gradient.user_code import check_module
 from mpitrain.options import settings_of
 from mpitrain.system.files.folders import check_readable
+from mpitrain.system.files.job_source import find_job
 from mpitrain.system.files.run_directory import RUN_FILE, read_json
 from mpitrain.training.ensembles.saved import holds_ensemble, load_ensemble
 from mpitrain.training.job_file import load_job
@@ -117,23 +118,25 @@ def _check_finished(folder: Path, result: dict[str, Any] | None) -> None:
         )
 
 
-def _job_file(folder: Path, run: dict[str, Any]) -> Path:
-    """The file from which the run was started."""
-    path = run.get("job_file")
+def _job_file(folder: Path, run: dict[str, Any]) -> str:
+    """Where the job stands from which the run was started."""
+    path = run.get("job_file") or run.get("made_in")
     if not path:
         raise UsageError(
-            f"the run in {folder} was not started from a job file; pass the job, mpitrain.load(run_dir, job=...), or "
-            "on the command line --job FILE, a file that ends in it"
+            f"the run in {folder} was started from Python with a job that is no variable of a script; pass the job, "
+            "mpitrain.load(run_dir, job=...), or on the command line --job FILE:NAME, a file that holds it, or a "
+            "function that makes it, under this name"
         )
-    file = Path(str(path))
-    if not file.is_file():
+    try:
+        file = find_job(str(path)).file
+    except UsageError:
         raise UsageError(
-            f"{file}, from which the run in {folder} was started, is gone; pass the job, or where its file lies now: "
+            f"{path}, from which the run in {folder} was started, is gone; pass the job, or where its file lies now: "
             "mpitrain.load(run_dir, job=...)"
-        )
-    if run.get("job_sha256") not in (None, file_digest(file)):
+        ) from None
+    if (run.get("job_sha256") or run.get("made_in_sha256")) not in (None, file_digest(file)):
         raise UsageError(
             f"{file} has changed since the run in {folder} was started, and its model may be another; if it is still "
-            f'the same, pass the file itself: mpitrain.load(run_dir, job="{file}")'
+            f'the same, pass the file itself: mpitrain.load(run_dir, job="{path}")'
         )
-    return file
+    return str(path)

@@ -34,6 +34,7 @@ from mpitrain.search.sweep.proposals import Proposals
 from mpitrain.slurm import Script, submit
 from mpitrain.slurm.script import make, render
 from mpitrain.system.files.atomic import check_output, write_whole
+from mpitrain.system.files.job_source import find_job
 from mpitrain.system.saying import hand_out, say, tell
 
 SHOWN = 10  # best configurations in the summary
@@ -150,7 +151,7 @@ def open_sweep(request: Request) -> tuple[Sweep, Setup]:
             f"another sweep lies in {folder}: {text}. Give another --run-dir, or go on with that one by `mpitrain "
             f"sweep --run-dir {folder}` alone"
         )
-    return Sweep(folder or default_run_dir(f"{Path(plan.job).stem}-sweep")), setup
+    return Sweep(folder or default_run_dir(f"{find_job(plan.job).stem}-sweep")), setup
 
 
 def begin(sweep: Sweep, setup: Setup, rerun: bool) -> None:
@@ -333,7 +334,7 @@ def script_of(sweep: Sweep, setup: Setup, runs_per_node: int, settings: Mapping[
     ranks = runs_per_node * setup.plan.ranks_per_run
     given = {
         "gpus_per_node": 0,
-        "name": Path(setup.plan.job).stem,
+        "name": find_job(setup.plan.job).stem,
         "array": _array(sweep, setup, runs_per_node),
     }
     return make("sweep", job=str(sweep.folder.absolute()), options=(str(ranks),), **{**given, **settings})

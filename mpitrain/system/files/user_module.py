@@ -11,6 +11,7 @@ such name, and its folder hides nothing.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -52,6 +53,20 @@ def run_file(file: Path) -> dict[str, Any]:
     else:
         sys.path[:] = [folder, *(place for place in sys.path if place != folder)]
     return module.__dict__
+
+
+def import_anew(name: str, root: Path) -> dict[str, Any]:
+    """Import a module that lies below `root`, whose folder comes first from here on; what it was before is forgotten.
+    Returns what it defines."""
+    sys.path[:] = [str(root), *(place for place in sys.path if place != str(root))]
+    importlib.invalidate_caches()
+    before = sys.modules.pop(name, None)
+    try:
+        return importlib.import_module(name).__dict__
+    except BaseException:
+        if before is not None:
+            sys.modules[name] = before
+        raise
 
 
 class _Anew(SourceFileLoader):

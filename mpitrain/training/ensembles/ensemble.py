@@ -31,7 +31,7 @@ from mpitrain.training.ensembles.elsewhere import exchange_over
 from mpitrain.training.ensembles.held_out import measured_of, source_of
 from mpitrain.training.ensembles.members import choice_of, choose_members
 from mpitrain.training.measure import MODEL_FILE, device_for, save_model
-from mpitrain.training.resuming.fingerprint import file_digest
+from mpitrain.training.resuming.fingerprint import of_job_file
 from mpitrain.training.trained_model import FILES, load_with_job
 from mpitrain.training.validations.validation import Measure
 from mpitrain.values import nearest
@@ -365,10 +365,7 @@ class _Making:
         """What `run.json` says of the job's file where the user has named another than the run's."""
         if self.ask.job is None:
             return {}
-        if isinstance(self.ask.job, Job):
-            return {"job_file": None, "job_sha256": None}
-        path = Path(self.ask.job).resolve()
-        return {"job_file": str(path), "job_sha256": file_digest(path)}
+        return dict(of_job_file(None if isinstance(self.ask.job, Job) else str(self.ask.job)))
 
     def _judged(
         self, kind: str, how: str, class_dim: int | None, shares: list[float], used: list[str],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType
@@ -19,6 +20,7 @@ from mpitrain.errors import DataError
 from mpitrain.job import Job
 from mpitrain.model.gradient.user_code import unwrapped
 from mpitrain.strategies.schedules import ByFunction
+from mpitrain.system.files.job_source import JobSource, find_job
 
 
 def options(job: Job) -> dict[str, Any]:
@@ -54,6 +56,29 @@ def _code_text(code: CodeType) -> str:
 def file_digest(path: Path) -> str:
     """SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def of_job_file(text: str | None) -> dict[str, str | None]:
+    """What `run.json` says of where the job stands, by which another process finds it, and of what stood there."""
+    if text is None:
+        return {"job_file": None, "job_sha256": None}
+    source = find_job(text)
+    return {"job_file": str(source), "job_sha256": file_digest(source.file)}
+
+
+def of_program(job: Job) -> dict[str, str]:
+    """The same of a job that a program has brought, where it is a variable of the script; nothing where it is none."""
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    if main is None or file is None or not Path(file).is_file():
+        return {}
+    for name, value in vars(main).items():
+        if (
+            isinstance(value, Job) and value.optimizer is job.optimizer
+        ):  # options of the run make another job of it
+            source = JobSource(Path(file), name)
+            return {"made_in": str(source), "made_in_sha256": file_digest(source.file)}
+    return {}
 
 
 def contents_of(catalogue: Catalogue) -> dict[str, str]:
