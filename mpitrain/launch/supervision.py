@@ -43,6 +43,7 @@ UNHEARD_S = 3.0  # from a request to the end of ranks of which none trains yet
 END_GRACE_S = 10.0  # from asking the launcher to end to killing it
 KILLED_S = 10.0  # longest time for what was killed to be gone
 _USUAL = 4  # exit codes up to here are our own, and no rank dies of these signals as a rule
+_INTEL_SIGNAL = 255
 
 
 class Requests:
@@ -388,9 +389,9 @@ def _send(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
 def code_of(flavour: str, code: int, statuses: Mapping[int, RankStatus]) -> int:
     """The exit code of a launch whose launcher has ended with `code` (-n: died of signal n itself).
 
-    Open MPI's and srun's say 128 more than the number of the signal that a rank has died of, as a shell does. Hydra,
-    MPICH's and Intel's, says the number itself, and mixes it with those of the ranks that it has killed then: what
-    ranks have reported goes before it.
+    Open MPI's and srun's say 128 more than the number of the signal that a rank has died of, as a shell does. MPICH's
+    Hydra says the number itself, and mixes it with those of the ranks that it has killed then; Intel's says 255 of any
+    signal. What ranks have reported goes before it.
     """
     if code < 0:
         return 128 - code
@@ -399,6 +400,8 @@ def code_of(flavour: str, code: int, statuses: Mapping[int, RankStatus]) -> int:
     reported = [status.code for _, status in sorted(statuses.items()) if status.code]
     if reported:
         return code if code in reported else reported[0]
+    if code == _INTEL_SIGNAL and any(status.asked for status in statuses.values()):
+        return 128 + signal.SIGTERM
     if not _USUAL < code < 32:
         return code
     # a rank that aborts (6) while Hydra kills the others (9) looks like one that was told to end (15)

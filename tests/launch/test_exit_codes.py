@@ -29,7 +29,10 @@ def ranks(*codes: int | None, asked: bool = False) -> dict[int, RankStatus]:
         ("mpich", 3, ranks(3, 3), 3),
         ("mpich", 1, ranks(None, None), 1),
         ("mpich", 75, ranks(None), 75),
-        ("mpich", 137, ranks(None), 137),  # Intel's
+        ("mpich", 137, ranks(None), 137),
+        ("mpich", 255, ranks(None, None, asked=True), 143),  # Intel's, of any signal
+        ("mpich", 255, ranks(None, None), 255),
+        ("mpich", 255, ranks(None, 75, None), 75),
     ],
 )
 def test_signals_have_128_more_under_every_launcher(
