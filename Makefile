@@ -5,6 +5,7 @@
 #                                                                    (options: make test ARGS="-k report -x", JOBS=0)
 #   make test-oldest the same tests with the oldest torch that setup.cfg allows, in an environment of its own
 #                                                                    (options: make test-oldest ARGS="tests/model")
+#   make test-intel  the tests under a second MPI, MPICH in `make test`, under Intel MPI
 #   make extended    the tests that `make test` leaves out: more kills, more strategies, torch's compiler
 #   make tables      every cell of the tables of features and of resumes, of which `make test` enters a sample
 #   make pairs       every pair of features that a job can name, a quarter of an hour; `make test` runs a sample
@@ -39,6 +40,7 @@ MAKEFLAGS += --jobs=2
 PYTHON ?= python3
 VENV := .venv
 VENV_MPICH := .venv-mpich
+VENV_INTEL := .venv-intel
 VENV_OLDEST := .venv-oldest
 OLDEST_TORCH = $(shell sed -n 's/^ *torch>=//p' setup.cfg)
 RANKS ?= 4
@@ -51,7 +53,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test test-oldest test-torch clients gpu tables pairs extended coverage chaos hostile mutants price docs site slurm lint lint-style lint-types lint-duplicates format clean
+.PHONY: help train test test-oldest test-intel test-torch clients gpu tables pairs extended coverage chaos hostile mutants price docs site slurm lint lint-style lint-types lint-duplicates format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -70,6 +72,13 @@ test-oldest: $(VENV_OLDEST)/.installed $(VENV_MPICH)/.installed
 	    MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV_OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); } \
 	    | tee $(VENV_OLDEST)/tests.log; code=$$?; \
 	sed -n '1p; /short test summary/,$$p' $(VENV_OLDEST)/tests.log > tests/oldest.txt; tail -1 $(VENV_OLDEST)/tests.log >> tests/oldest.txt; exit $$code
+
+# What it printed last goes to tests/intel.txt, which is committed.
+INTEL_TESTS = tests/mpi tests/cli tests/launch tests/clients -k mpich -m "extended or not extended"
+test-intel: $(VENV_INTEL)/.installed
+	set -o pipefail; { git rev-parse --short HEAD; $(VENV_INTEL)/bin/python -c 'from mpi4py import MPI; print(MPI.Get_library_version().strip())'; \
+	    MPITRAIN_MPICH_VENV=$(abspath $(VENV_INTEL)) $(VENV)/bin/python -m pytest $(INTEL_TESTS) $(ARGS); } | tee $(VENV_INTEL)/tests.log; code=$$?; \
+	{ head -2 $(VENV_INTEL)/tests.log; sed -n '/short test summary/,$$p' $(VENV_INTEL)/tests.log; } > tests/intel.txt; exit $$code
 
 # What it printed last goes to tests/tables.txt, which is committed.
 TABLES = tests/mpi/test_features.py tests/mpi/test_resume_options.py tests/mpi/test_best_models.py
@@ -218,11 +227,13 @@ $(VENV_OLDEST)/.installed: $(DEPENDS)
 	@touch $@
 
 # Has its own MPI and mpi4py, which come first on its path, and borrows everything else (torch, h5py, mpitrain) from .venv.
-$(VENV_MPICH)/.installed: $(VENV)/.installed-test constraints.txt
-	$(call make_environment,$(VENV_MPICH))
-	@echo "installing MPICH into $(VENV_MPICH)"
-	@$(VENV_MPICH)/bin/python $(PIP_INSTALL) mpich mpi4py
+$(VENV_MPICH)/.installed: LIBRARY := mpich
+$(VENV_INTEL)/.installed: LIBRARY := impi-rt
+$(VENV_MPICH)/.installed $(VENV_INTEL)/.installed: $(VENV)/.installed-test constraints.txt
+	$(call make_environment,$(@D))
+	@echo "installing $(LIBRARY) into $(@D)"
+	@$(@D)/bin/python $(PIP_INSTALL) $(LIBRARY) mpi4py
 	@lender=$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
-	borrower=$$($(VENV_MPICH)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	borrower=$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	echo "import site; site.addsitedir('$$lender')" > "$$borrower/borrowed.pth"
 	@touch $@

@@ -191,6 +191,11 @@ def find_mpi(mpi: str = "openmpi") -> tuple[Path, Path]:
     return Path(sys.executable), Path(found)
 
 
+def second_is_intel() -> bool:
+    """Whether what goes as MPICH here is Intel MPI (`make test-intel`)."""
+    return (Path(os.environ.get("MPITRAIN_MPICH_VENV", "")) / "bin" / "impi_info").exists()
+
+
 def _launcher_args(mpi: str, scratch: str) -> list[str]:
     if mpi == "openmpi":
         return ["--oversubscribe", "--output", "tag"]

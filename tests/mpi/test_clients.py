@@ -3,7 +3,7 @@
 import pytest
 
 from tests.mpi.cases import assert_passed, case_names, launch, launch_program
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, second_is_intel
 from tests.sampling import asked_for, sampled
 
 CASES = case_names("client_cases")
@@ -73,7 +73,13 @@ def test_a_message_that_nobody_receives_does_not_hold_the_end():
 def test_a_programs_own_mpi_is_as_it_was_and_a_wrong_thread_level_warned_of_once(
     mpi, level, obtained, warned
 ):
-    result = launch_program(2, "mpi_of_its_own", *level, mpi=mpi).check()
+    result = launch_program(2, "mpi_of_its_own", *level, mpi=mpi)
+    if (
+        mpi == "mpich" and warned and second_is_intel()
+    ):  # of which it is not known that it bears a second thread
+        assert result.code == 2 and warned in result.stderr, result
+        return
+    result.check()
     assert result.ranks_out == (f"{obtained}\n",) * 2
     assert result.stderr.count("UserWarning") == bool(warned) and warned in result.stderr, result
     assert not warned or "MPI4PY_RC_THREAD_LEVEL=serialized" in result.stderr
