@@ -78,7 +78,7 @@ INTEL_TESTS = tests/mpi tests/cli tests/launch tests/clients -k mpich -m "extend
 test-intel: $(VENV_INTEL)/.installed
 	set -o pipefail; { git rev-parse --short HEAD; $(VENV_INTEL)/bin/python -c 'from mpi4py import MPI; print(MPI.Get_library_version().strip())'; \
 	    MPITRAIN_MPICH_VENV=$(abspath $(VENV_INTEL)) $(VENV)/bin/python -m pytest $(INTEL_TESTS) $(ARGS); } | tee $(VENV_INTEL)/tests.log; code=$$?; \
-	{ head -2 $(VENV_INTEL)/tests.log; sed -n '/short test summary/,$$p' $(VENV_INTEL)/tests.log; } > tests/intel.txt; exit $$code
+	{ head -2 $(VENV_INTEL)/tests.log; tail -1 $(VENV_INTEL)/tests.log; } > tests/intel.txt; exit $$code
 
 # What it printed last goes to tests/tables.txt, which is committed.
 TABLES = tests/mpi/test_features.py tests/mpi/test_resume_options.py tests/mpi/test_best_models.py
