@@ -1,7 +1,8 @@
 """The commands that the documentation prints, and which of them the tests run.
 
-Every line of a `sh` block is a command. `ELSEWHERE` says which ones are not run by `tests/test_readme.py`, and why;
-these are parsed. The table in `tests/README.md` is made from here.
+Every line of a `sh` block is a command. What needs more than a machine with MPI is marked on its page: a comment
+`<!-- needs: Slurm -->` before the block, or `# needs Slurm` behind the line. `ELSEWHERE` says which others are not run
+by `tests/test_readme.py`, and why. These are parsed. The table in `tests/README.md` is made from here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -66,20 +69,48 @@ def blocks(page: Path, language: str) -> list[str]:
     return [text for said, text in found if said == language]
 
 
+class Command(NamedTuple):
+    """A line without its comment, the page that prints it, and what the page says that it needs."""
+
+    text: str
+    page: Path
+    needs: str
+
+
+def printed(page: Path) -> Iterator[Command]:
+    """Every command of a page, in its order."""
+    found = re.findall(
+        r"^(?:<!-- needs: (.+?) -->\n)?```sh\n(.*?)^```$",
+        page.read_text(encoding="utf-8"),
+        re.DOTALL | re.MULTILINE,
+    )
+    for needs, block in found:
+        for line in block.splitlines():
+            command, _, said = re.sub(r"(^|\s+)#(.*)", r"\0\2", line).partition("\0")
+            own = re.match(r" needs ([^:]*)", said)
+            if command:
+                yield Command(command, page, own[1] if own else needs)
+
+
 def commands() -> Iterator[tuple[str, Path]]:
-    """Every command once, without its comment, and the first page that prints it; with or without `.venv/bin/`."""
+    """Every command once, and the first page that prints it; with or without `.venv/bin/`."""
     seen = set()
     for page in PAGES:
-        for block in blocks(page, "sh"):
-            for line in block.splitlines():
-                command = re.sub(r"(^|\s+)#.*", "", line)
-                if command and (bare := command.replace(".venv/bin/", "")) not in seen:
-                    seen.add(bare)
-                    yield command, page
+        for command in printed(page):
+            if (bare := command.text.replace(".venv/bin/", "")) not in seen:
+                seen.add(bare)
+                yield command.text, page
+
+
+@cache
+def _needs() -> dict[str, str]:
+    return {command.text: command.needs for page in PAGES for command in printed(page) if command.needs}
 
 
 def reason(command: str) -> str:
-    """Why the tests do not run a command; empty where they do."""
+    """Why the tests do not run a command as it is printed; empty where they do."""
+    if needs := _needs().get(command):
+        return f"needs {needs}"
     return next((why for pattern, why in ELSEWHERE if re.search(pattern, command)), "")
 
 
