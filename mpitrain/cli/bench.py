@@ -6,7 +6,7 @@ import argparse
 import shlex
 from typing import Any
 
-from mpitrain.cli.common.options import asked, option, switch
+from mpitrain.cli.common.options import asked, command, option, switch
 from mpitrain.cli.train import add_options, overrides
 from mpitrain.errors import UsageError
 from mpitrain.system.launched.launch_variables import why_no_launching
@@ -40,11 +40,13 @@ examples:
 
 def add_parser(commands: Any) -> None:
     """Add `bench` to the command's subparsers."""
-    parser = commands.add_parser(
+    parser = command(
+        commands,
         "bench",
-        help="measure a job under several strategies and numbers of workers",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
+        "measure a job under several strategies and numbers of workers",
+        run_bench,
+        _DESCRIPTION,
+        _EPILOG,
     )
     option(
         parser,
@@ -89,7 +91,6 @@ def add_parser(commands: Any) -> None:
     switch(parser, "--quiet", "figures of merit and files only")
     option(parser, "--json", "FILE", "write the figures of all runs")
     option(parser, "--html", "FILE", "write a page with curves")
-    parser.set_defaults(run=run_bench)
 
 
 def run_bench(arguments: argparse.Namespace) -> int:

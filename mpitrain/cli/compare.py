@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.common.options import option, switch
+from mpitrain.cli.common.options import command, option, switch
 from mpitrain.errors import EXIT_ERROR, EXIT_OK
 from mpitrain.system.saying import say
 
@@ -32,8 +32,8 @@ _WIDTH = 80
 
 def add_parser(commands: Any) -> None:
     """Add `compare` to the command's subparsers."""
-    parser = commands.add_parser(
-        "compare", help="compare two runs within tolerances", description=_DESCRIPTION, epilog=_EPILOG
+    parser = command(
+        commands, "compare", "compare two runs within tolerances", run_compare, _DESCRIPTION, _EPILOG
     )
     option(parser, "first", "RUN", "directory of the run that is the baseline, or its result.json")
     option(parser, "second", "RUN", "of the run that is measured by it")
@@ -49,7 +49,6 @@ def add_parser(commands: Any) -> None:
         default="",
     )  # fmt: skip
     option(parser, "--json", "FILE", "write all of it")
-    parser.set_defaults(run=run_compare)
 
 
 def run_compare(arguments: argparse.Namespace) -> int:

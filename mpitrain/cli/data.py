@@ -7,9 +7,9 @@ import math
 import sys
 from typing import Any
 
-from mpitrain.cli.common.options import asked, option, switch
+from mpitrain.cli.common.options import asked, command, option, switch
 from mpitrain.cli.common.ranks import with_ranks
-from mpitrain.errors import EXIT_OK, DataError
+from mpitrain.errors import DataError
 from mpitrain.system.launched.launch_variables import launched_rank
 from mpitrain.system.number_texts import fraction, natural, number, positive
 from mpitrain.system.saying import say
@@ -88,18 +88,13 @@ def add_parser(commands: Any) -> None:
     actions = parser.add_subparsers(title="commands", dest="action", metavar="COMMAND", required=True)
     _add_pack(actions)
     _add_stage(actions)
-    info = actions.add_parser(
-        "info", help="show what shards hold", description="Show what shards hold.", epilog=_INFO_EPILOG
-    )
+    info = command(actions, "info", "show what shards hold", run_info, "Show what shards hold.", _INFO_EPILOG)
     option(info, "pattern", "PATTERN", 'shards, such as "data/digits/train-*.h5", or a folder')
     _add_trust(info)
-    info.set_defaults(run=run_info)
 
 
 def _add_pack(actions: Any) -> None:
-    pack = actions.add_parser(
-        "pack", help="pack samples into shards", description=_PACK_DESCRIPTION, epilog=_PACK_EPILOG
-    )
+    pack = command(actions, "pack", "pack samples into shards", run_pack, _PACK_DESCRIPTION, _PACK_EPILOG)
     option(pack, "source", "SOURCE", "a name, a file, a folder or Python; see below")
     option(pack, "dest", "DEST", "directory for the shards")
     option(pack, "--validate", "FRACTION", "part for validation (default: 0.2)", fraction, 0.2)
@@ -111,7 +106,6 @@ def _add_pack(actions: Any) -> None:
         "gzip, or zstd or blosc with pip install 'mpitrain[compression]' (default: none)",
     )  # fmt: skip
     _add_source_options(pack.add_argument_group("of the source"))
-    pack.set_defaults(run=run_pack)
 
 
 def _add_source_options(group: Any) -> None:
@@ -151,11 +145,13 @@ def _add_trust(group: Any, sizes: bool = True) -> None:
 
 
 def _add_stage(actions: Any) -> None:
-    stage = actions.add_parser(
+    stage = command(
+        actions,
         "stage",
-        help="copy a pack to a node's own disk, verified",
-        description=_STAGE_DESCRIPTION,
-        epilog=_STAGE_EPILOG,
+        "copy a pack to a node's own disk, verified",
+        run_stage,
+        _STAGE_DESCRIPTION,
+        _STAGE_EPILOG,
     )
     option(stage, "source", "PACK", "folder that `data pack` wrote")
     option(stage, "dest", "DEST", "folder to copy it into; $VARIABLES are this node's")
@@ -163,27 +159,28 @@ def _add_stage(actions: Any) -> None:
     _add_user(
         stage, "who needs it, such as 'job 12', until unstage is called for the same; without, it is kept"
     )
-    stage.set_defaults(run=run_stage)
-    unstage = actions.add_parser(
+    unstage = command(
+        actions,
         "unstage",
-        help="remove a staged copy from a node's own disk",
-        description=_UNSTAGE_DESCRIPTION,
-        epilog=_UNSTAGE_EPILOG,
+        "remove a staged copy from a node's own disk",
+        run_unstage,
+        _UNSTAGE_DESCRIPTION,
+        _UNSTAGE_EPILOG,
     )
     option(unstage, "source", "PACK", "folder that was staged; only its name matters")
     option(unstage, "dest", "DEST", "folder that it was copied into")
     _add_user(unstage, "who does not need it any more; others may; without, it is removed all the same")
-    unstage.set_defaults(run=run_unstage)
-    check = actions.add_parser(
+    check = command(
+        actions,
         "check",
-        help="verify sums, chunks and values, and advise",
-        description=_CHECK_DESCRIPTION,
-        epilog=_CHECK_EPILOG,
+        "verify sums, chunks and values, and advise",
+        run_check,
+        _CHECK_DESCRIPTION,
+        _CHECK_EPILOG,
     )
     option(check, "target", "PACK", "folder that `data pack` wrote, or a pattern of files")
     option(check, "--workers", "N", "are there chunks enough for N workers?", positive)
     _add_trust(check)
-    check.set_defaults(run=run_check)
 
 
 def _add_user(parser: Any, text: str) -> None:
@@ -207,12 +204,9 @@ def _size(text: str) -> tuple[int, int]:
     return int(height), int(width)
 
 
-def run_pack(arguments: argparse.Namespace) -> int:
+@with_ranks
+def run_pack(arguments: argparse.Namespace, ranks: Any) -> None:
     """Pack, alone or with the other ranks of the launch; rank 0 prints one line for each kind of shard."""
-    return with_ranks(_pack, arguments)
-
-
-def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
     from mpitrain.data.sources import SourceOptions, open_source
     from mpitrain.data.write.pack import PackOptions, pack
     from mpitrain.data.write.progress import Pace
@@ -251,10 +245,9 @@ def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
         say("packed" if written else "already packed: nothing to do")
         if written and (idle := ranks.size - len(manifest.files)) > 0:
             say(f"note: {idle} of {ranks.size} ranks had no shard: smaller --shard-samples make more shards")
-    return EXIT_OK
 
 
-def run_stage(arguments: argparse.Namespace) -> int:
+def run_stage(arguments: argparse.Namespace) -> None:
     """Copy; prints where the shards are now. srun starts one on each node, so every caller copies."""
     from mpitrain.data.read.stage import stage
     from mpitrain.data.read.stage_users import KEPT
@@ -263,25 +256,20 @@ def run_stage(arguments: argparse.Namespace) -> int:
     source, dest = at_home(arguments.source), expanded(arguments.dest)
     target, copied = stage(source, dest, arguments.allow_external, arguments.user or KEPT)
     say(f"{target}: " + (f"staged, {copied / 2**20:.1f} MiB" if copied else "already there"))
-    return EXIT_OK
 
 
-def run_unstage(arguments: argparse.Namespace) -> int:
+def run_unstage(arguments: argparse.Namespace) -> None:
     """Remove; prints what became of the copy."""
     from mpitrain.data.read.stage import unstage
     from mpitrain.system.files.outside import at_home, expanded
 
     target, users = unstage(at_home(arguments.source), expanded(arguments.dest), arguments.user)
     say(f"{target}: " + (f"still used by {', '.join(users)}" if users else "removed"))
-    return EXIT_OK
 
 
-def run_check(arguments: argparse.Namespace) -> int:
+@with_ranks
+def run_check(arguments: argparse.Namespace, ranks: Any) -> None:
     """Check, alone or with the other ranks; what is wrong is one error that names every place."""
-    return with_ranks(_check, arguments)
-
-
-def _check(arguments: argparse.Namespace, ranks: Any) -> int:
     from mpitrain.data.tools.check import check
     from mpitrain.data.write.progress import Pace
     from mpitrain.reporting.console import Console
@@ -300,16 +288,14 @@ def _check(arguments: argparse.Namespace, ranks: Any) -> int:
         checked = "every shard is what was packed" if found.indexed else "every chunk can be read"
         size = f"{found.num_shards} shards, {found.num_samples} samples"
         say(f"{arguments.target}: {size}: {checked}, every value is finite")
-    return EXIT_OK
 
 
-def run_info(arguments: argparse.Namespace) -> int:
+def run_info(arguments: argparse.Namespace) -> None:
     """Print counts, shapes, dtypes, filters and what reading takes."""
     if launched_rank() != 0:
-        return EXIT_OK
+        return
     from mpitrain.data.tools.info import info
     from mpitrain.system.files.outside import Trust
 
     for line in info(arguments.pattern, Trust(arguments.allow_external, arguments.max_gib)):
         say(line)
-    return EXIT_OK

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.common.options import asked, option, switch
+from mpitrain.cli.common.options import asked, command, option, switch
 from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED, UsageError
 from mpitrain.system.number_texts import above_zero, fraction, natural, rate
 from mpitrain.system.saying import flush, say
@@ -37,11 +37,13 @@ there have to be three. The checks of GPUs have not seen a GPU."""
 
 def add_parser(commands: Any) -> None:
     """Add `doctor` to the command's subparsers."""
-    parser = commands.add_parser(
+    parser = command(
+        commands,
         "doctor",
-        help="check whether nodes are fit to train on",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
+        "check whether nodes are fit to train on",
+        run_doctor,
+        _DESCRIPTION,
+        _EPILOG,
         usage="mpitrain doctor (--node|--collect DIR|--site FILE|--comm|--gpu-mpi) ...",
     )
     what = parser.add_mutually_exclusive_group(required=True)
@@ -63,7 +65,6 @@ def add_parser(commands: Any) -> None:
         fraction,
     )  # fmt: skip
     option(out, "--json", "FILE", "write the pairs' figures there, for simulate --network measured (--comm)")
-    parser.set_defaults(run=run_doctor)
 
 
 def _add_wanted(node: Any) -> None:

@@ -6,9 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.common.options import asked, option, switch
+from mpitrain.cli.common.options import asked, command, option, switch
 from mpitrain.cli.common.ranks import with_ranks
-from mpitrain.errors import EXIT_OK
 from mpitrain.system.number_texts import natural, positive
 from mpitrain.system.saying import say
 
@@ -39,8 +38,8 @@ _WIDTH, _NAME = 80, 30
 
 def add_parser(commands: Any) -> None:
     """Add `ensemble` to the command's subparsers."""
-    parser = commands.add_parser(
-        "ensemble", help="make one model of several runs", description=_DESCRIPTION, epilog=_EPILOG
+    parser = command(
+        commands, "ensemble", "make one model of several runs", run_ensemble, _DESCRIPTION, _EPILOG
     )
     option(parser, "run_dirs", "RUN_DIR", "of a finished run, or a directory that holds runs", nargs="+")
     option(parser, "-o --out", "DIR", "the directory to write", required=True)
@@ -78,7 +77,6 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     _add_sources(parser)
     option(parser, "--json", "FILE", "write all figures")
-    parser.set_defaults(run=run_ensemble)
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:
@@ -102,12 +100,9 @@ def _weights(text: str) -> str | list[float]:
         ) from None
 
 
-def run_ensemble(arguments: argparse.Namespace) -> int:
+@with_ranks
+def run_ensemble(arguments: argparse.Namespace, ranks: Any) -> None:
     """Make it; rank 0 prints how it does beside its members."""
-    return with_ranks(_ensemble, arguments)
-
-
-def _ensemble(arguments: argparse.Namespace, ranks: Any) -> int:
     from pathlib import Path
 
     from mpitrain.reporting.console import Console
@@ -130,7 +125,6 @@ def _ensemble(arguments: argparse.Namespace, ranks: Any) -> int:
         if arguments.json:
             write_json(Path(arguments.json), done.record())
         say(_text(done, ranks.size))
-    return EXIT_OK
 
 
 def _text(done: Ensembled, num_ranks: int) -> str:

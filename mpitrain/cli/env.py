@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-from mpitrain.errors import EXIT_OK
+from mpitrain.cli.common.options import command
 from mpitrain.system.launched.launch_variables import is_rank, launched_rank
 from mpitrain.system.saying import say
 
@@ -27,18 +27,14 @@ _PROBE_DEADLINE_S = 120
 
 def add_parser(commands: Any) -> None:
     """Add `env` to the command's subparsers."""
-    parser = commands.add_parser(
-        "env", help="print the environment of a run", description=_DESCRIPTION, epilog=_EPILOG
-    )
-    parser.set_defaults(run=run_env)
+    command(commands, "env", "print the environment of a run", run_env, _DESCRIPTION, _EPILOG)
 
 
-def run_env(_arguments: argparse.Namespace) -> int:
+def run_env(_arguments: argparse.Namespace) -> None:
     """Print the facts on rank 0."""
     facts = _probe_here() if is_rank() else _probe_apart()
     if launched_rank() == 0:
         say(json.dumps(facts, indent=2, sort_keys=True))
-    return EXIT_OK
 
 
 def _probe_here() -> dict[str, Any]:

@@ -7,8 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from mpitrain.cli.common.options import option
-from mpitrain.errors import EXIT_OK
+from mpitrain.cli.common.options import command, option
 from mpitrain.system.files.new_files import write_new
 from mpitrain.system.saying import say, tell
 
@@ -28,14 +27,13 @@ _FOLDER = Path(__file__).parents[1] / "examples"
 
 def add_parser(commands: Any) -> None:
     """Add `examples` to the command's subparsers."""
-    parser = commands.add_parser(
-        "examples", help="write the example jobs into a folder", description=_DESCRIPTION, epilog=_EPILOG
+    parser = command(
+        commands, "examples", "write the example jobs into a folder", run_examples, _DESCRIPTION, _EPILOG
     )
     option(parser, "folder", "DIR", "where they are to lie (default: jobs)", default="jobs", nargs="?")
-    parser.set_defaults(run=run_examples)
 
 
-def run_examples(arguments: argparse.Namespace) -> int:
+def run_examples(arguments: argparse.Namespace) -> None:
     """Write them, and say what each is."""
     folder = Path(arguments.folder)
     paths = sorted(path for pattern in ("*.py", "scripts/*.py") for path in _FOLDER.glob(pattern))
@@ -45,4 +43,3 @@ def run_examples(arguments: argparse.Namespace) -> int:
         say(f"{folder / name}  {text[3:].partition(chr(10))[0]}")
     job = shlex.quote(str(folder / "digits.py"))
     tell(f"mpitrain: to train one: mpitrain data pack digits data/digits && mpitrain launch -n 4 train {job}")
-    return EXIT_OK

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mpitrain.cli.common.options import option, switch
-from mpitrain.errors import EXIT_OK
+from mpitrain.cli.common.options import command, option, switch
 from mpitrain.system.saying import say
 
 _DESCRIPTION = """\
@@ -27,35 +26,18 @@ examples:
 
 def add_parser(commands: Any) -> None:
     """Add `export` to the command's subparsers."""
-    parser = commands.add_parser(
-        "export", help="write a trained model as one file", description=_DESCRIPTION, epilog=_EPILOG
+    parser = command(
+        commands, "export", "write a trained model as one file", run_export, _DESCRIPTION, _EPILOG
     )
     option(parser, "run_dir", "RUN_DIR", "of the finished run")
     form = parser.add_mutually_exclusive_group(required=True)
-    form.add_argument(
-        "--int8", dest="form", action="store_const", const="int8", help="weights of linear layers in 8 bits"
-    )
-    form.add_argument(
-        "--fp16",
-        dest="form",
-        action="store_const",
-        const="fp16",
-        help="parameters and what is computed in 16 bits",
-    )
-    form.add_argument(
-        "--torchscript",
-        dest="form",
-        action="store_const",
-        const="torchscript",
-        help="TorchScript, for programs in C++ and older ones in Python",
-    )
-    form.add_argument(
-        "--onnx",
-        dest="form",
-        action="store_const",
-        const="onnx",
-        help="ONNX, for runtimes of other makers (pip install mpitrain[onnx])",
-    )
+    for name, text in (
+        ("int8", "weights of linear layers in 8 bits"),
+        ("fp16", "parameters and what is computed in 16 bits"),
+        ("torchscript", "TorchScript, for programs in C++ and older ones in Python"),
+        ("onnx", "ONNX, for runtimes of other makers (pip install mpitrain[onnx])"),
+    ):
+        form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=text)
     option(
         parser, "--activations", "HOW",
         "what an int8 layer takes in: full (default), dynamic (8 bits, each row scaled as it comes) or calibrated "
@@ -68,10 +50,9 @@ def add_parser(commands: Any) -> None:
     option(
         parser, "--which", "NAME", "which of the run's models: last (default), best or ema", default="last"
     )
-    parser.set_defaults(run=run_export)
 
 
-def run_export(arguments: argparse.Namespace) -> int:
+def run_export(arguments: argparse.Namespace) -> None:
     """Export, and print what it is like."""
     from mpitrain.system.sizes import size_text
     from mpitrain.training.trained.export import export
@@ -106,4 +87,3 @@ def run_export(arguments: argparse.Namespace) -> int:
     for layer, why in done.left.items():
         say(f"as it was: layer {layer}: {why}")
     say(f"written to {done.path}")
-    return EXIT_OK

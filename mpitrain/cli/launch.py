@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.common.options import option, switch
+from mpitrain.cli.common.options import command, option, switch
 from mpitrain.cli.common.parser import did_you_mean
 from mpitrain.errors import EXIT_OK, UsageError
 from mpitrain.system.files.run_directory import is_same_start, new_attempt_id
@@ -57,11 +57,13 @@ _ALONE = ("simulate", "report", "runs", "data stage", "data info")
 
 def add_parser(commands: Any) -> None:
     """Add `launch` to the command's subparsers."""
-    parser = commands.add_parser(
+    parser = command(
+        commands,
         "launch",
-        help="start ranks with the MPI beside this python",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
+        "start ranks with the MPI beside this python",
+        run_launch,
+        _DESCRIPTION,
+        _EPILOG,
         usage="mpitrain launch -n N [options] COMMAND ...",
     )
     option(parser, "-n", "N", "number of ranks", positive, dest="num_ranks")
@@ -90,7 +92,6 @@ def add_parser(commands: Any) -> None:
     _add_patience(parser)
     switch(parser, "--dry-run", "print the command line instead of running it")
     option(parser, "program", "COMMAND", "what every rank runs", nargs=argparse.REMAINDER)
-    parser.set_defaults(run=run_launch)
 
 
 def _add_patience(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +132,7 @@ def run_launch(arguments: argparse.Namespace) -> int:
     if inner and getattr(inner, "dry_run", False):  # the plan of a run needs no ranks
         if words[0] == "train":
             inner.ranks = inner.ranks or num_ranks
-        return int(inner.run(inner))
+        return inner.run(inner) or EXIT_OK
     with Requests() as requests:
         try:
             return _Launch(arguments, num_ranks, words, inner, requests).run()

@@ -13,27 +13,8 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 
-from mpitrain.cli import (
-    bench,
-    compare,
-    data,
-    doctor,
-    ensemble,
-    env,
-    examples,
-    export,
-    launch,
-    plan,
-    predict,
-    report,
-    runs,
-    simulate,
-    slurm,
-    sweep,
-    train,
-)
-from mpitrain.cli.common import completion
 from mpitrain.cli.common.config import words_of
 from mpitrain.cli.common.parser import Parser
 from mpitrain.errors import (
@@ -52,6 +33,12 @@ from mpitrain.system.launched import rank_status
 from mpitrain.system.launched.end_requests import hold_back
 from mpitrain.system.launched.launch_variables import is_rank, launched_rank
 from mpitrain.system.saying import flush, lost, prepare_streams, tell
+
+# The module of each command, in the order of the help.
+_COMMANDS = (
+    "launch", "train", "sweep", "runs", "simulate", "plan", "bench", "predict", "ensemble", "export", "report",
+    "compare", "data", "slurm", "doctor", "examples", "common.completion", "env",
+)  # fmt: skip
 
 _DESCRIPTION = """\
 Train PyTorch models over MPI. The job is a Python file, the strategy by which
@@ -85,27 +72,8 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     parser.set_defaults(parse=parse)  # for commands that are given the words of another
-    for module in (
-        launch,
-        train,
-        sweep,
-        runs,
-        simulate,
-        plan,
-        bench,
-        predict,
-        ensemble,
-        export,
-        report,
-        compare,
-        data,
-        slurm,
-        doctor,
-        examples,
-        completion,
-        env,
-    ):
-        module.add_parser(commands)
+    for name in _COMMANDS:
+        import_module(f"mpitrain.cli.{name}").add_parser(commands)
     return parser
 
 
@@ -140,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hold_back(argv)
     arguments = parse(argv)
     try:
-        return _printed(arguments.command, int(arguments.run(arguments)))
+        return _printed(arguments.command, arguments.run(arguments) or EXIT_OK)
     except AgreedError as error:
         return error.exit_code  # rank 0 has said it for all
     except MpitrainError as error:

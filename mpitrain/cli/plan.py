@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mpitrain.cli.common.options import asked, option, switch
+from mpitrain.cli.common.options import asked, command, option, switch
 from mpitrain.cli.train import add_options
 from mpitrain.system.number_texts import above_zero, fraction, positive, positives, rate
 
@@ -36,8 +36,8 @@ examples:
 
 def add_parser(commands: Any) -> None:
     """Add `plan` to the command's subparsers."""
-    parser = commands.add_parser(
-        "plan", help="predict a job's speed-up, and advise", description=_DESCRIPTION, epilog=_EPILOG
+    parser = command(
+        commands, "plan", "predict a job's speed-up, and advise", run_plan, _DESCRIPTION, _EPILOG
     )
     option(
         parser,
@@ -77,7 +77,6 @@ def add_parser(commands: Any) -> None:
     option(machine, "--memory", "GIB", "of a device", above_zero)
     option(machine, "--network", "LAW", 'such as "gbe10()" or "measured(\'comm.json\')"')
     _add_times(parser.add_argument_group("times"))
-    parser.set_defaults(run=run_plan)
 
 
 def _add_times(times: Any) -> None:

@@ -6,9 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from mpitrain.cli.common.options import option, switch
+from mpitrain.cli.common.options import command, option, switch
 from mpitrain.cli.common.ranks import with_ranks
-from mpitrain.errors import EXIT_OK
 from mpitrain.system.number_texts import positive
 from mpitrain.system.saying import say
 
@@ -26,9 +25,7 @@ examples:
 
 def add_parser(commands: Any) -> None:
     """Add `predict` to the command's subparsers."""
-    parser = commands.add_parser(
-        "predict", help="apply a trained model", description=_DESCRIPTION, epilog=_EPILOG
-    )
+    parser = command(commands, "predict", "apply a trained model", run_predict, _DESCRIPTION, _EPILOG)
     option(parser, "run_dir", "RUN_DIR", "of the finished run")
     option(parser, "data", "DATA", "shards: a file, a folder, or a pattern in quotes")
     option(parser, "-o --out", "FILE", "the HDF5 file to write", required=True)
@@ -44,15 +41,11 @@ def add_parser(commands: Any) -> None:
         "samples that are computed at once (default: the job's, and at least 256)",
         positive,
     )  # fmt: skip
-    parser.set_defaults(run=run_predict)
 
 
-def run_predict(arguments: argparse.Namespace) -> int:
+@with_ranks
+def run_predict(arguments: argparse.Namespace, ranks: Any) -> None:
     """Predict; rank 0 prints what the file holds."""
-    return with_ranks(_predict, arguments)
-
-
-def _predict(arguments: argparse.Namespace, ranks: Any) -> int:
     from mpitrain.data.write.progress import Pace
     from mpitrain.reporting.console import Console
     from mpitrain.training.trained.predict import predict
@@ -74,4 +67,3 @@ def _predict(arguments: argparse.Namespace, ranks: Any) -> int:
         console.clear()
     if ranks.rank == 0:
         say(f"{arguments.out}: {done.num_samples} samples: {', '.join(done.arrays)}")
-    return EXIT_OK

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mpitrain.cli.common.options import option
-from mpitrain.errors import EXIT_OK
+from mpitrain.cli.common.options import command, option
 from mpitrain.system.saying import say
 
 _DESCRIPTION = """\
@@ -23,18 +22,14 @@ examples:
 
 def add_parser(commands: Any) -> None:
     """Add `report` to the command's subparsers."""
-    parser = commands.add_parser(
-        "report", help="make a page of one or more runs", description=_DESCRIPTION, epilog=_EPILOG
-    )
+    parser = command(commands, "report", "make a page of one or more runs", run_report, _DESCRIPTION, _EPILOG)
     option(parser, "run_dirs", "RUN_DIR", "of a run, finished or not, or of several runs", nargs="+")
     option(parser, "-o --out", "FILE", "the page (default: report.html)", default="report.html")
-    parser.set_defaults(run=run_report)
 
 
-def run_report(arguments: argparse.Namespace) -> int:
+def run_report(arguments: argparse.Namespace) -> None:
     """Write the page, and print where it is."""
     from mpitrain.reporting.page import write_page
 
     write_page(arguments.run_dirs, arguments.out)
     say(f"written: {arguments.out}")
-    return EXIT_OK

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mpitrain.cli.common.options import option, switch
-from mpitrain.errors import EXIT_OK, UsageError, printable
+from mpitrain.cli.common.options import command, option, switch
+from mpitrain.errors import UsageError, printable
 from mpitrain.system.saying import hand_out, say, tell
 
 _TABLE_DESCRIPTION = """\
@@ -36,17 +36,11 @@ def add_parser(commands: Any) -> None:
         "runs", help="compare runs, and name the best setting", description="Runs beside one another."
     )
     actions = parser.add_subparsers(title="commands", dest="action", metavar="COMMAND", required=True)
-    shown = actions.add_parser(
-        "table", help="a table of runs", description=_TABLE_DESCRIPTION, epilog=_EPILOG
-    )
+    shown = command(actions, "table", "a table of runs", run_table, _TABLE_DESCRIPTION, _EPILOG)
     option(shown, "--csv", "FILE", "write a line for each run, all digits; - is the standard output")
     option(shown, "--html", "FILE", "write a page that needs no network")
-    shown.set_defaults(run=run_table)
-    best = actions.add_parser(
-        "best",
-        help="the directory of a run of the best setting",
-        description=_BEST_DESCRIPTION,
-        epilog=_EPILOG,
+    best = command(
+        actions, "best", "the directory of a run of the best setting", run_best, _BEST_DESCRIPTION, _EPILOG
     )
     switch(
         best, "--over-seeds",
@@ -57,7 +51,6 @@ def add_parser(commands: Any) -> None:
         "shards that nothing was chosen by, to measure the best setting on (default: --test of the runs, or test= "
         "of their job)",
     )  # fmt: skip
-    best.set_defaults(run=run_best)
     for one in (shown, best):
         option(one, "folders", "DIR", "runs, sweeps, or directories of runs", nargs="+")
         option(
@@ -67,7 +60,7 @@ def add_parser(commands: Any) -> None:
         )  # fmt: skip
 
 
-def run_table(arguments: argparse.Namespace) -> int:
+def run_table(arguments: argparse.Namespace) -> None:
     """Print or write the table."""
     from mpitrain.search.table import as_csv, as_html, as_text, read_table
     from mpitrain.system.files.atomic import check_output, write_whole
@@ -84,10 +77,9 @@ def run_table(arguments: argparse.Namespace) -> int:
         hand_out(as_csv(found))
     else:
         say(as_text(found))
-    return EXIT_OK
 
 
-def run_best(arguments: argparse.Namespace) -> int:
+def run_best(arguments: argparse.Namespace) -> None:
     """Print the directory, or those of all runs of the best setting; how good that is goes to stderr."""
 
     from mpitrain.search.table import read_table
@@ -103,4 +95,3 @@ def run_best(arguments: argparse.Namespace) -> int:
         say(path)
     lines = [*found.about(best), *held_out_lines([row.folder for row in best.runs], found.by, arguments.test)]
     tell("\n".join(lines))
-    return EXIT_OK

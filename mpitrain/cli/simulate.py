@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mpitrain.cli.common.options import asked, option, switch
+from mpitrain.cli.common.options import asked, command, option, switch
 from mpitrain.cli.train import add_job_options, overrides
 from mpitrain.errors import EXIT_ERROR, MpitrainError
 from mpitrain.job.overrides import CHECKPOINT_TIMES
@@ -61,8 +61,8 @@ examples:
 
 def add_parser(commands: Any) -> None:
     """Add `simulate` to the command's subparsers."""
-    parser = commands.add_parser(
-        "simulate", help="simulate a job in virtual time", description=_DESCRIPTION, epilog=_EPILOG
+    parser = command(
+        commands, "simulate", "simulate a job in virtual time", run_simulate, _DESCRIPTION, _EPILOG
     )
     add_job_options(parser, job_is_optional=True, several_strategies=True)
     world = parser.add_argument_group("the virtual world")
@@ -94,7 +94,6 @@ def add_parser(commands: Any) -> None:
         parser, "--html", "FILE",
         "write a page of them: loss against virtual time, speed-up, and with --trace what each rank did",
     )  # fmt: skip
-    parser.set_defaults(run=run_simulate)
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:

@@ -6,11 +6,10 @@ import argparse
 import dataclasses
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mpitrain.cli.common.options import option, switch
+from mpitrain.cli.common.options import command, option, switch
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, UsageError
 from mpitrain.system.files.job_source import find_job
 from mpitrain.system.number_texts import natural
@@ -69,9 +68,7 @@ def add_parser(commands: Any) -> None:
         ("render", run_render, "print a batch script"),
         ("submit", run_submit, "hand a batch script to sbatch and print the job id"),
     ):
-        action = actions.add_parser(
-            name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_RENDER_EPILOG
-        )
+        action = command(actions, name, text, run, f"{text[0].upper()}{text[1:]}.", _RENDER_EPILOG)
         action.dashed = ("--sbatch",)
         option(action, "kind", "KIND", "see below")
         option(
@@ -93,53 +90,58 @@ def add_parser(commands: Any) -> None:
             action, "--no-check",
             "do not run the job file here to see whether it can start (a login node without torch)",
         )  # fmt: skip
-        action.set_defaults(run=run)
     _add_init(actions)
     _add_site(actions)
-    status = actions.add_parser(
+    status = command(
+        actions,
         "status",
-        help="say what became of a run",
-        description="Say what became of a run, or of each run of a sweep.",
-        epilog="examples:\n  mpitrain slurm status runs/mpitrain-1",
+        "say what became of a run",
+        run_status,
+        "Say what became of a run, or of each run of a sweep.",
+        "examples:\n  mpitrain slurm status runs/mpitrain-1",
     )
     option(status, "run_dir", "RUN_DIR", "the run's directory, or a sweep's")
-    status.set_defaults(run=run_status)
     _add_may_requeue(actions)
 
 
 def _add_init(actions: Any) -> None:
-    init = actions.add_parser(
+    init = command(
+        actions,
         "init",
-        help="write the templates and the site file into a folder",
-        description=_INIT_DESCRIPTION,
-        epilog=f"{_LAUNCHERS}  mpitrain slurm init\n  mpitrain slurm init batch --launcher cray-mpich",
+        "write the templates and the site file into a folder",
+        run_init,
+        _INIT_DESCRIPTION,
+        f"{_LAUNCHERS}  mpitrain slurm init\n  mpitrain slurm init batch --launcher cray-mpich",
     )
     option(init, "folder", "DIR", "where they are to lie (default: slurm)", default="slurm", nargs="?")
-    _add_way(init, run_init)
+    _add_way(init)
 
 
 def _add_site(actions: Any) -> None:
-    site = actions.add_parser(
+    site = command(
+        actions,
         "site",
-        help="print a site file for a launcher",
-        description="Print slurm/site.sh for a way to start ranks.",
-        epilog=f"{_LAUNCHERS}  mpitrain slurm site --launcher cray-mpich > slurm/site.sh",
+        "print a site file for a launcher",
+        run_site,
+        "Print slurm/site.sh for a way to start ranks.",
+        f"{_LAUNCHERS}  mpitrain slurm site --launcher cray-mpich > slurm/site.sh",
     )
-    _add_way(site, run_site)
+    _add_way(site)
 
 
-def _add_way(action: Any, run: Callable[[argparse.Namespace], int]) -> None:
+def _add_way(action: Any) -> None:
     option(action, "--launcher", "NAME", "see below (default: openmpi)", default="openmpi")
     option(action, "--image", "FILE", "an apptainer image to run mpitrain in", default="")
-    action.set_defaults(run=run)
 
 
 def _add_may_requeue(actions: Any) -> None:
-    again = actions.add_parser(
+    again = command(
+        actions,
         "may-requeue",
-        help="for batch scripts: may this run be started again?",
-        description="Exit code 0 if a run that was asked to stop may be started again, else 1,\nwith the reason.",
-        epilog="examples:\n  mpitrain slurm may-requeue runs/mpitrain-1 --max-restarts 20",
+        "for batch scripts: may this run be started again?",
+        run_may_requeue,
+        "Exit code 0 if a run that was asked to stop may be started again, else 1,\nwith the reason.",
+        "examples:\n  mpitrain slurm may-requeue runs/mpitrain-1 --max-restarts 20",
     )
     option(again, "run_dir", "RUN_DIR", "the run's directory")
     option(again, "--max-restarts", "N", "how often at most (default: 20)", natural, 20)
@@ -156,15 +158,13 @@ def _add_may_requeue(actions: Any) -> None:
             dest="cause",
             help=f"{text}: no checkpoint is asked for",
         )
-    again.set_defaults(run=run_may_requeue)
 
 
-def run_render(arguments: argparse.Namespace) -> int:
+def run_render(arguments: argparse.Namespace) -> None:
     """Print the script."""
     from mpitrain.slurm import render
 
     hand_out(render(_checked(arguments)))
-    return EXIT_OK
 
 
 def _checked(arguments: argparse.Namespace) -> Any:
@@ -179,7 +179,7 @@ def _checked(arguments: argparse.Namespace) -> Any:
     return script
 
 
-def run_init(arguments: argparse.Namespace) -> int:
+def run_init(arguments: argparse.Namespace) -> None:
     """Write the templates and the site file."""
     from mpitrain.slurm import templates
     from mpitrain.system.files.new_files import write_new
@@ -189,18 +189,16 @@ def run_init(arguments: argparse.Namespace) -> int:
     for name in texts:
         say(Path(arguments.folder, name))
     tell(f"mpitrain: edit {Path(arguments.folder, 'site.sh')}: modules, launcher, container, disks")
-    return EXIT_OK
 
 
-def run_site(arguments: argparse.Namespace) -> int:
+def run_site(arguments: argparse.Namespace) -> None:
     """Print the site file."""
     from mpitrain.slurm import render_site
 
     hand_out(render_site(arguments.launcher, arguments.image))
-    return EXIT_OK
 
 
-def run_submit(arguments: argparse.Namespace) -> int:
+def run_submit(arguments: argparse.Namespace) -> None:
     """Submit the script, or print it with --dry-run."""
     from mpitrain.slurm import render, submit
     from mpitrain.slurm.submit import run_directory, write_submitted
@@ -215,13 +213,12 @@ def run_submit(arguments: argparse.Namespace) -> int:
     script = _checked(arguments)
     if arguments.dry_run:
         hand_out(render(script))
-        return EXIT_OK
+        return
     job = submit(render(script))
     run_dir = run_directory(script, job)
     write_submitted(run_dir, job)
     tell(f"mpitrain: see how it goes: mpitrain slurm status {run_dir}")
     say(job)
-    return EXIT_OK
 
 
 def _script(arguments: argparse.Namespace) -> Any:
@@ -259,12 +256,11 @@ def script_setting(text: str) -> tuple[str, Any]:
     return name, value
 
 
-def run_status(arguments: argparse.Namespace) -> int:
+def run_status(arguments: argparse.Namespace) -> None:
     """Print the state of a run."""
     from mpitrain.slurm import describe
 
     say(describe(Path(arguments.run_dir)))
-    return EXIT_OK
 
 
 def run_may_requeue(arguments: argparse.Namespace) -> int:

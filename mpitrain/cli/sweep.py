@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.common.options import asked, option, switch
+from mpitrain.cli.common.options import asked, command, option, switch
 from mpitrain.cli.common.ranks import on_ranks
 from mpitrain.cli.slurm import script_setting
 from mpitrain.cli.train import add_job_options, add_options, overrides
@@ -71,8 +71,8 @@ def _epilog() -> str:
 
 def add_parser(commands: Any) -> None:
     """Add `sweep` to the command's subparsers."""
-    parser = commands.add_parser(
-        "sweep", help="train a job with many configurations", description=_DESCRIPTION, epilog=_epilog
+    parser = command(
+        commands, "sweep", "train a job with many configurations", run_sweep, _DESCRIPTION, _epilog
     )
     _add_search_options(parser.add_argument_group("the search"))
     ways = parser.add_argument_group("ways to run")
@@ -96,7 +96,6 @@ def add_parser(commands: Any) -> None:
     add_options(ways, "synthetic")
     option(ways, "--json", "FILE", "write the figures")
     add_job_options(parser, job_is_optional=True)
-    parser.set_defaults(run=run_sweep)
 
 
 def _add_search_options(search: Any) -> None:

@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.common.options import option, switch
+from mpitrain.cli.common.options import command, option, switch
 from mpitrain.job.option import OF_JOB, OUTPUT, WAYS, add_option, declared, given
 from mpitrain.job.overrides import Overrides
 from mpitrain.system.launched.launch_variables import launched_nodes, launched_rank, launched_size
@@ -83,9 +83,7 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 def add_parser(commands: Any) -> None:
     """Add `train` to the command's subparsers."""
-    parser = commands.add_parser(
-        "train", help="train a job (on every rank)", description=_DESCRIPTION, epilog=_epilog
-    )
+    parser = command(commands, "train", "train a job (on every rank)", run_train, _DESCRIPTION, _epilog)
     add_job_options(parser)
     run = parser.add_argument_group(WAYS)
     option(
@@ -101,7 +99,6 @@ def add_parser(commands: Any) -> None:
     option(run, "--nodes", "M", "nodes of the dry run (default: the job's, or 1)", positive)
     add_options(run, *_under(WAYS))
     _add_machine_options(run)
-    parser.set_defaults(run=run_train)
 
 
 def _add_machine_options(run: Any) -> None:

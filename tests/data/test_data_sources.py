@@ -17,7 +17,7 @@ def run(*argv: str) -> int:
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
     arguments = parser.parse_args(["data", *argv])
-    return arguments.run(arguments)
+    return arguments.run(arguments) or 0
 
 
 def test_digits_on_the_command_line(tmp_path, capsys):

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 import mpitrain as mt
 from mpitrain.cli import main as cli
+from mpitrain.cli.train import overrides
 from mpitrain.effects import Compute, Interrupted, Now, Recv, Send, Sleep
 from mpitrain.errors import UsageError
 from mpitrain.inject import (
@@ -231,6 +232,6 @@ def test_the_option_is_repeatable_and_reaches_both_commands():
     words = ["j.py", "--inject", "slow(worker=2, factor=5)", "--inject", "stall(0, 0.1, 1)"]
     for command in ("train", "simulate"):
         arguments = cli.parse([command, *words])
-        made = cli.train.overrides(arguments)
+        made = overrides(arguments)
         assert made.injections == (Slow(2, 5), Stall(0, 0.1, 1))
-        assert cli.train.overrides(cli.parse([command, "j.py"])).inject == ()
+        assert overrides(cli.parse([command, "j.py"])).inject == ()

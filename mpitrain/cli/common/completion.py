@@ -13,8 +13,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from mpitrain.cli.common.options import option
-from mpitrain.errors import EXIT_OK
+from mpitrain.cli.common.options import command, option
 from mpitrain.system.saying import hand_out
 
 _DESCRIPTION = """\
@@ -138,17 +137,18 @@ complete -c mpitrain -f -a '(_mpitrain_answer)'
 
 def add_parser(commands: Any) -> None:
     """Add `completion` to the command's subparsers."""
-    parser = commands.add_parser(
+    parser = command(
+        commands,
         "completion",
-        help="print a script that completes words in a shell",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
+        "print a script that completes words in a shell",
+        functools.partial(run_completion, commands),
+        _DESCRIPTION,
+        _EPILOG,
     )
     option(parser, "shell", "SHELL", "bash, zsh or fish", choices=("bash", "zsh", "fish"))
-    parser.set_defaults(run=functools.partial(run_completion, commands))
 
 
-def run_completion(commands: Any, arguments: argparse.Namespace) -> int:
+def run_completion(commands: Any, arguments: argparse.Namespace) -> None:
     """Print the script."""
     # names and options: no word of them needs more than quotes around it
     known = dict(_table(commands)).items()
@@ -156,12 +156,11 @@ def run_completion(commands: Any, arguments: argparse.Namespace) -> int:
         cases = "".join(f"        case '{at}'\n            echo '{words}'\n" for at, words in known)
         table = f'function _mpitrain_known\n    switch "$argv"\n{cases}    end\nend\n'
         hand_out(f"# Completes words of mpitrain in fish.\n{table}{_FISH}")
-        return EXIT_OK
+        return
     cases = "".join(f"        '{at}') echo '{words}' ;;\n" for at, words in known)
     table = f'_mpitrain_known() {{\n    case "$*" in\n{cases}    esac\n}}\n'
     first = "#compdef mpitrain" if arguments.shell == "zsh" else "# Completes words of mpitrain in bash."
     hand_out(f"{first}\n{table}{_LOOK_UP}{_BASH if arguments.shell == 'bash' else _ZSH}")
-    return EXIT_OK
 
 
 def _table(commands: Any) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,20 @@ from typing import Any, TypeVar
 Asked = TypeVar("Asked")
 
 
+def command(
+    commands: Any, name: str, help: str, run: Callable[[argparse.Namespace], int | None], description: str,
+    epilog: Any = None, **more: Any,
+) -> Any:  # fmt: skip
+    """A command's parser. `run` carries it out, and gives the exit code; none is 0.
+
+    Args:
+        epilog: A text, or what makes one when the help is asked for.
+    """
+    parser = commands.add_parser(name, help=help, description=description, epilog=epilog, **more)
+    parser.set_defaults(run=run)
+    return parser
+
+
 def option(
     group: Any, names: str, metavar: str, help: str, reads: Callable[[str], Any] | None = None,
     default: object = None, **more: Any,

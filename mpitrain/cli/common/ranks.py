@@ -6,27 +6,33 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from mpitrain.errors import AgreedError
+from mpitrain.errors import EXIT_OK, AgreedError
 from mpitrain.system.launched.launch_variables import launched_task
 
+Work = Callable[[argparse.Namespace, Any], int | None]
 
-def with_ranks(work: Callable[[argparse.Namespace, Any], int], arguments: argparse.Namespace) -> int:
+
+def with_ranks(work: Work) -> Callable[[argparse.Namespace], int | None]:
     """`work(arguments, ranks)` on every rank of the launch, or alone where there is none; MPI is started only if."""
-    task = launched_task()
-    if task is None or task.size == 1:
-        from mpitrain.data.write.ranks import ALONE
 
-        return work(arguments, ALONE)
-    return on_ranks(work, arguments)
+    def run(arguments: argparse.Namespace) -> int | None:
+        task = launched_task()
+        if task is None or task.size == 1:
+            from mpitrain.data.write.ranks import ALONE
+
+            return work(arguments, ALONE)
+        return on_ranks(work, arguments)
+
+    return run
 
 
-def on_ranks(work: Callable[[argparse.Namespace, Any], int], arguments: argparse.Namespace) -> int:
+def on_ranks(work: Work, arguments: argparse.Namespace) -> int:
     """`work(arguments, runtime)` on every rank of the launch."""
     from mpitrain.mpi.runtime import start
 
     runtime = start()
     try:
-        code = work(arguments, runtime)
+        code = work(arguments, runtime) or EXIT_OK
     except AgreedError as error:
         code = error.exit_code
     except BaseException as error:
