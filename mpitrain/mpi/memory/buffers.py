@@ -8,7 +8,7 @@ refused or copied, and device memory is waited for and, where this MPI cannot re
 through pinned host memory (`staging.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -175,6 +175,11 @@ def record_event(tensor: torch.Tensor) -> Any:
     return _accelerator.record_event(tensor) if _accelerator.owns(tensor) else None
 
 
+def record_events(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """That of each."""
+    return [record_event(tensor) for tensor in tensors]
+
+
 class Lease:
     """A tensor lent to MPI. `memory` is what MPI works on: the tensor itself, or a host copy. `messages()` are its
     mpi4py messages, `finish()` brings the results home when MPI is done."""
@@ -223,6 +228,14 @@ def lease(
     if not on_host and tensor.is_contiguous() and (adds_on_device() if adds else gpu_aware()[0]):
         return Lease(tensor, lambda: _accelerator.wait_for(_accelerator.record_event(tensor)))
     return _lease_staged(tensor, reads, writes)
+
+
+def lease_all(tensors: Iterable[torch.Tensor], events: Iterable[object], *, writes: bool) -> list[Lease]:
+    """`lease` of each, on the host, for MPI to write them or else to read them."""
+    return [
+        lease(tensor, reads=not writes, writes=writes, after=event, on_host=True)
+        for tensor, event in zip(tensors, events)
+    ]
 
 
 def _lease_host(tensor: torch.Tensor, writes: bool) -> Lease:

@@ -15,6 +15,7 @@ allreduce between nodes, allgather within the node. 16-bit floats are then round
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -110,35 +111,30 @@ def hierarchical(
     yield ops
 
 
+@dataclass(eq=False)
 class _Exchange:
     """One reduce-scatter among `members`, and the allgather that may follow; all parts cut into as many segments."""
 
-    def __init__(
-        self,
-        group: GroupBase,
-        parts: Sequence[torch.Tensor],
-        reduction: Reduction,
-        members: Sequence[int],
-        wire: torch.dtype,
-    ):
-        self.group, self.parts, self.reduction, self.members, self.wire = (
-            group,
-            parts,
-            reduction,
-            members,
-            wire,
-        )
-        self.place, self.count = members.index(group.rank()), len(members)
-        longest = max(part.numel() for part in parts)
-        self.length = max(1, min(group._segment_bytes() // wire.itemsize, longest))
+    group: GroupBase
+    parts: Sequence[torch.Tensor]
+    reduction: Reduction
+    members: Sequence[int]
+    wire: torch.dtype
+
+    def __post_init__(self) -> None:
+        self.place, self.count = self.members.index(self.group.rank()), len(self.members)
+        longest = max(part.numel() for part in self.parts)
+        self.length = max(1, min(self.group._segment_bytes() // self.wire.itemsize, longest))
         self.num_segments = -(-longest // self.length)
         self._handed: list[list[Op]] = []  # what the allgather has posted, in its order
         self._packed: list[
             tuple[torch.Tensor, torch.Tensor]
         ] = []  # (received in the wire's type, where it belongs)
-        own = parts[self.place]
+        own = self.parts[self.place]
         self._arrived = {
-            place: torch.empty_like(own, dtype=wire) for place in range(self.count) if place != self.place
+            place: torch.empty_like(own, dtype=self.wire)
+            for place in range(self.count)
+            if place != self.place
         }
 
     def segment(self, place: int, index: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ class DataMovement(GroupBase):
     def broadcast(self, tensors: Any, opts: Any) -> MpiWork:  # type: ignore[override]
         """Copy the root's tensors to all ranks."""
         tensors, root = as_list(tensors), opts.rootRank
-        events = [buffers.record_event(tensor) for tensor in tensors]
+        events = buffers.record_events(tensors)
         is_root = self.rank() == root
 
         def carry(may_block: bool) -> Task:
@@ -47,17 +47,12 @@ class DataMovement(GroupBase):
                     f"allgather wants {self.size()} outputs, the one of rank {self.rank()} as long as the input"
                     f" ({tensor.numel()} elements); it got {shape_of(slots)}"
                 )
-        events = [
-            [buffers.record_event(tensor) for tensor in (own, *slots)] for own, slots in zip(inputs, outputs)
-        ]
+        events = [buffers.record_events((own, *slots)) for own, slots in zip(inputs, outputs)]
 
         def carry(may_block: bool) -> Task:
             for slots, tensor, (event, *theirs) in zip(outputs, inputs, events):
                 lent = buffers.lease(tensor, reads=True, writes=False, after=event, on_host=True)
-                held = [
-                    buffers.lease(slot, reads=False, writes=True, after=after, on_host=True)
-                    for slot, after in zip(slots, theirs)
-                ]
+                held = buffers.lease_all(slots, theirs, writes=True)
                 yield from self._spread([each.memory.view(-1) for each in held], lent.memory.view(-1))
                 for each in (lent, *held):
                     each.finish()
@@ -75,9 +70,7 @@ class DataMovement(GroupBase):
         """output, seen as `size` equal parts, becomes the concatenation of all ranks' input."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> MpiWork:
-        """torch's older name for all_gather_single."""
-        return self.all_gather_single(output, input, opts)
+    _allgather_base = all_gather_single  # torch's older name
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: object = None
@@ -87,9 +80,7 @@ class DataMovement(GroupBase):
             check_dtype("all_gather_single", [output], [own])
             if output.numel() != own.numel() * self.size():
                 raise ValueError(f"output has {output.numel()} elements, wants {self.size()} x {own.numel()}")
-        events = [
-            (buffers.record_event(output), buffers.record_event(own)) for output, own in zip(outputs, inputs)
-        ]
+        events = [buffers.record_events(pair) for pair in zip(outputs, inputs)]
 
         def carry(may_block: bool) -> Task:
             for output, own, (out_event, own_event) in zip(outputs, inputs, events):
@@ -103,6 +94,8 @@ class DataMovement(GroupBase):
         call = Call("all_gather_single", shape_of(outputs))
         return self._collective(call, carry, list(outputs), opts, inputs=inputs)
 
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment] # torch's older name
+
     def _gather_single(self, may_block: bool, whole: torch.Tensor, own: torch.Tensor) -> Task:
         slots = list(whole.view(self.size(), -1))
         if whole.numel() > buffers.MAX_COUNT:
@@ -111,12 +104,6 @@ class DataMovement(GroupBase):
         slots[self.rank()].copy_(own)
         message = buffers.message_of(whole).blocks(self.size())
         yield from self._call(may_block, "Allgather", buffers.IN_PLACE, message)
-
-    def allgather_into_tensor_coalesced(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: object = None
-    ) -> MpiWork:
-        """torch's older name for all_gather_single_coalesced."""
-        return self.all_gather_single_coalesced(outputs, inputs, opts)
 
     # ---- from and to one root
 
@@ -146,14 +133,11 @@ class DataMovement(GroupBase):
     def _root_moves(
         self, name: str, own: torch.Tensor, slots: list[torch.Tensor], root: int, opts: object, to_root: bool
     ) -> MpiWork:
-        events = [buffers.record_event(tensor) for tensor in (own, *slots)]
+        events = buffers.record_events((own, *slots))
 
         def carry(may_block: bool) -> Task:
             mine = buffers.lease(own, reads=to_root, writes=not to_root, after=events[0], on_host=True)
-            held = [
-                buffers.lease(slot, reads=not to_root, writes=to_root, after=event, on_host=True)
-                for slot, event in zip(slots, events[1:])
-            ]
+            held = buffers.lease_all(slots, events[1:], writes=to_root)
             if held:
                 flat = [each.memory.view(-1) for each in held]
                 target, source = (flat[root], mine.memory) if to_root else (mine.memory, flat[root])
@@ -176,7 +160,7 @@ class DataMovement(GroupBase):
         """outputs[r] becomes rank r's inputs[this rank]; all lengths may differ."""
         outputs, inputs = list(outputs), list(inputs)
         counts = [[tensor.numel() for tensor in tensors] for tensors in (outputs, inputs)]
-        events = [buffers.record_event(tensor) for tensor in (*outputs, *inputs)]
+        events = buffers.record_events((*outputs, *inputs))
 
         def carry(may_block: bool) -> Task:
             yield from self._exchange(outputs, inputs, events)
@@ -219,9 +203,7 @@ class DataMovement(GroupBase):
         call = self._check_exchange("all_to_all_single", counts, (output, input), blocks)
         return self._collective(call, carry, output, opts, inputs=input)
 
-    def alltoall_base(self, *arguments: Any, **named: Any) -> MpiWork:
-        """torch's older name for all_to_all_single."""
-        return self.all_to_all_single(*arguments, **named)
+    alltoall_base = all_to_all_single  # type: ignore[assignment] # torch's older name
 
     def _rows(self, name: str, tensor: torch.Tensor, sizes: Sequence[int] | None) -> list[int]:
         """How many rows of a tensor belong to each rank."""
@@ -258,14 +240,8 @@ class DataMovement(GroupBase):
     ) -> Task:
         """Messages between any two ranks; the events are of the outputs, then of the inputs."""
         size, me = self.size(), self.rank()
-        held = [
-            buffers.lease(tensor, reads=False, writes=True, after=event, on_host=True)
-            for tensor, event in zip(outputs, events)
-        ]
-        lent = [
-            buffers.lease(tensor, reads=True, writes=False, after=event, on_host=True)
-            for tensor, event in zip(inputs, events[size:])
-        ]
+        held = buffers.lease_all(outputs, events, writes=True)
+        lent = buffers.lease_all(inputs, events[size:], writes=False)
         held[me].memory.view(-1).copy_(lent[me].memory.view(-1))
         ops = []
         for step in range(1, size):

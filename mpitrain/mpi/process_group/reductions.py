@@ -107,7 +107,7 @@ class Reductions(GroupBase):
 
     def _allreduce_all(self, tensors: list[torch.Tensor], opts: object, wire: torch.dtype | None) -> MpiWork:
         wanted = [Reduction.of(tensor.dtype, opts) for tensor in tensors]
-        events = [buffers.record_event(tensor) for tensor in tensors]
+        events = buffers.record_events(tensors)
         kinds = "/".join(dict.fromkeys(reduction.kind for reduction in wanted))
         way = "" if wire is None else f" as {str(wire).removeprefix('torch.')}"
         return self._collective(
@@ -174,7 +174,7 @@ class Reductions(GroupBase):
         """The root's tensors become the reduction; the other ranks' keep their values."""
         tensors, root = as_list(tensors), opts.rootRank
         wanted = [Reduction.of(tensor.dtype, opts) for tensor in tensors]
-        events = [buffers.record_event(tensor) for tensor in tensors]
+        events = buffers.record_events(tensors)
         is_root = self.rank() == root
 
         def carry(may_block: bool) -> Task:
@@ -243,9 +243,7 @@ class Reductions(GroupBase):
         """output becomes this rank's part of the reduction of all inputs, each seen as `size` equal parts."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> MpiWork:
-        """torch's older name for reduce_scatter_single."""
-        return self.reduce_scatter_single(output, input, opts)
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment] # torch's older name
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: object = None
@@ -259,27 +257,17 @@ class Reductions(GroupBase):
                 )
         return self._scatter_reduced("reduce_scatter_single", shape_of(inputs), outputs, inputs, opts)
 
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: object = None
-    ) -> MpiWork:
-        """torch's older name for reduce_scatter_single_coalesced."""
-        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment] # torch's older name
 
     def _scatter_reduced(
         self, name: str, what: str, outputs: Sequence[torch.Tensor], inputs: Sequence[Any], opts: object
     ) -> MpiWork:
         wanted = [Reduction.of(output.dtype, opts) for output in outputs]
-        events = [
-            [buffers.record_event(tensor) for tensor in (output, *as_list(slots))]
-            for output, slots in zip(outputs, inputs)
-        ]
+        events = [buffers.record_events((output, *as_list(slots))) for output, slots in zip(outputs, inputs)]
 
         def carry(may_block: bool) -> Task:
             for output, slots, reduction, (event, *theirs) in zip(outputs, inputs, wanted, events):
-                lent = [
-                    buffers.lease(tensor, reads=True, writes=False, after=after, on_host=True)
-                    for tensor, after in zip(as_list(slots), theirs)
-                ]
+                lent = buffers.lease_all(as_list(slots), theirs, writes=False)
                 held = buffers.lease(output, reads=False, writes=True, after=event, on_host=True)
                 parts = [each.memory.view(-1) for each in lent]
                 if isinstance(slots, torch.Tensor):
