@@ -100,12 +100,11 @@ def _check_job(script: Any, arguments: argparse.Namespace, load: Callable[..., A
     again = None if script.kind == "benchmark" else "auto"
     chosen = dataclasses.replace(overrides(arguments), run_dir="runs", resume=again)
     job = apply_overrides(job, chosen)
-    assert job.strategy is not None
     if any(map(_RESHAPES.match, script.sbatch)) or any(name.startswith("SBATCH_GPUS") for name in os.environ):
         return  # with how many workers is not known here
     serving = script.server_nodes if script.kind == "hetjob" else 0
     machine = Machine(_num_nodes(script) + serving, _workers_per_node(script), serving)
-    check_roles(job, chosen, machine.nodes(job.strategy), serving)
+    check_roles(job, chosen, machine.nodes(job.run_strategy), serving)
 
 
 def _num_nodes(script: Any) -> int:

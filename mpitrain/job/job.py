@@ -309,6 +309,12 @@ class Job:
         object.__setattr__(self, "drop_last", self.drop_last or adopted.drop_last)
 
     @property
+    def run_strategy(self) -> Strategy:
+        """The strategy of a run, which has one: `apply_overrides` finds it."""
+        assert self.strategy is not None
+        return self.strategy
+
+    @property
     def step_samples(self) -> int:
         """Samples per worker and step: of all batches whose gradients it adds up."""
         return self.batch_size * self.accumulate

@@ -80,8 +80,8 @@ def dry_run_command(
     job = apply_overrides(load_job(path, settings), overrides)
     say(describe(job, overrides, num_ranks, num_nodes, machine))
     if hosts_file:
-        assert machine is not None and job.strategy is not None
-        lines = "".join(f"{machine.hosts[node]}\n" for node in machine.nodes(job.strategy))
+        assert machine is not None
+        lines = "".join(f"{machine.hosts[node]}\n" for node in machine.nodes(job.run_strategy))
         Path(hosts_file).write_text(lines, encoding="utf-8")
     return EXIT_OK
 
@@ -111,22 +111,22 @@ def describe(
     Raises:
         UsageError: the run would refuse to start.
     """
-    assert job.strategy is not None
-    nodes = machine.nodes(job.strategy) if machine else block_nodes(num_ranks, num_nodes)
+    strategy = job.run_strategy
+    nodes = machine.nodes(strategy) if machine else block_nodes(num_ranks, num_nodes)
     roles = check_roles(job, overrides, nodes, machine.num_server_nodes if machine else 0)
     catalogue = job.data.scan()
     if catalogue.num_samples < len(roles.workers):
         raise UsageError(f"{len(roles.workers)} workers for {catalogue.num_samples} training samples")
     module, optimizer = _build(job, overrides.lr)
-    start_from(job, module, {} if job.strategy.splits_model else None)
+    start_from(job, module, {} if strategy.splits_model else None)
     lines = [
         f"job         {job.name}, {job.epochs} epochs, batch {_batch(job)} per worker, seed {job.seed}",
-        f"strategy    {job.strategy}  =  {job.strategy!r}",
+        f"strategy    {strategy}  =  {strategy!r}",
         f"world       {len(nodes)} ranks on {max(nodes) + 1} node(s)",
         *([f"trace       {job.trace} of each rank, {file_name(0)} and so on"] if job.trace else []),
         "",
     ]
-    if job.strategy.splits_model:
+    if strategy.splits_model:
         split = describe_split(job, overrides, nodes, catalogue.num_samples, module)
         return "\n".join([*lines, *split, "", *_seen(job, catalogue)])
     hosts = machine.hosts if machine else ()
@@ -143,10 +143,9 @@ def check_roles(job: Job, overrides: Overrides, nodes: tuple[int, ...], num_serv
     Raises:
         UsageError: the run would refuse to start.
     """
-    assert job.strategy is not None
-    strategy = job.strategy
+    strategy = job.run_strategy
     roles = assign(nodes, strategy.num_servers(), strategy.placement, num_server_nodes, strategy.aggregates)
-    job.strategy.check_workers(len(roles.workers))
+    strategy.check_workers(len(roles.workers))
     validate_run(job, overrides, len(roles.workers))
     return roles
 
@@ -155,8 +154,7 @@ def _build(job: Job, lr: float | None) -> tuple[nn.Module, Any]:
     """The job's module and optimizer; the module of a job that splits it without its large tensors, where that can
     be."""
     device, random_numbers = torch.device("cpu"), RandomNumbers()
-    assert job.strategy is not None
-    if job.strategy.splits_model:
+    if job.run_strategy.splits_model:
         try:
             module = build_module(job, device, Deferred())
             return module, build_optimizer(job, module, lr)

@@ -35,8 +35,7 @@ def describe_serverless(
     Args:
         num_bytes, numbers: of all trained parameters.
     """
-    strategy = job.strategy
-    assert strategy is not None
+    strategy = job.run_strategy
     describe = strategy.choose(_DESCRIBED)
     return describe(strategy, module, num_bytes, numbers, num_workers, job.step_samples * num_workers)
 

@@ -108,8 +108,7 @@ class VirtualRun:
         """The job's module and optimizer, with the weights that the job starts from."""
         if self.checkpoint_policy != CheckpointPolicy():
             self.state_bytes = self._weigh_state()
-        made, strategy = build(self.job, self.options.lr, torch.device("cpu")), self.job.strategy
-        assert strategy is not None
+        made, strategy = build(self.job, self.options.lr, torch.device("cpu")), self.job.run_strategy
         if strategy.num_servers() or self.number > 1:
             refuse_renormed(made[0], why_not("changes in place", strategy, VIRTUAL))
         self.validations.informs = goes_by_figures(
@@ -165,8 +164,7 @@ class VirtualRun:
         """Seconds of a task besides those of the compute law."""
         if effect.what == "checkpoint":
             return self.checkpoints.hold_up_s(rank)
-        strategy = self.job.strategy
-        assert strategy is not None
+        strategy = self.job.run_strategy
         return self.costs.seconds(
             effect.what,
             self._num_bytes * self.parts.get(rank, 1.0),
@@ -177,8 +175,7 @@ class VirtualRun:
         )
 
     def _trace(self, steps: TraceSteps, rank: int, world: VirtualWorld) -> VirtualTrace:
-        strategy = self.job.strategy
-        assert strategy is not None
+        strategy = self.job.run_strategy
         role = self.helpers.get(rank, strategy.worker_role)
         return VirtualTrace(
             steps, self.run_dir / file_name(rank), rank, f"rank {rank} ({role}, virtual)",
@@ -189,8 +186,7 @@ class VirtualRun:
 
     def start_alike(self) -> None:
         """`start`, for ranks that are all alike and report once a step of all."""
-        assert self.job.strategy is not None
-        apart = self.job.strategy.asynchronous  # they compute on a thread of their own
+        apart = self.job.run_strategy.asynchronous  # they compute on a thread of their own
         world = VirtualWorld(
             self.compute, self.network, self.job.seed, drive_computing=range(self.number) if apart else ()
         )
@@ -199,8 +195,7 @@ class VirtualRun:
     @property
     def recipe(self) -> Recipe:
         """Of ranks that take the same steps."""
-        assert self.job.strategy is not None, "of a run"
-        return recipe_of(self.job, self.job.strategy, self.num_shares, self.catalogue.num_samples)
+        return recipe_of(self.job, self.job.run_strategy, self.num_shares, self.catalogue.num_samples)
 
     def measure(self, module: nn.Module) -> Measure | None:
         """What validates `module`, where the job has something to validate on."""

@@ -48,7 +48,6 @@ def simulate(
     job = apply_overrides(job, options)
     if not timing_only:
         return simulate_job(job, options, workers, compute, network, costs)
-    assert job.strategy is not None
     timing = Comparison(job, options, compute, network, costs, timing_only=True)
-    found = timing.timed(job.strategy, workers, timing.run_dir)
+    found = timing.timed(job.run_strategy, workers, timing.run_dir)
     return found | ({} if job.trace is None else {"run_dir": str(timing.run_dir)})

@@ -70,7 +70,6 @@ def simulate_command(request: Request) -> int:
     first = str(strategies[0]) if strategies else None
     options = replace(request.overrides, strategy=first)
     job = apply_overrides(load_job(request.path, request.settings), options)
-    assert isinstance(job.strategy, Strategy)
     if not request.compares:
         return int(simulate_job(job, options, request.workers[0], compute, network, costs)["exit_code"])
     if request.html:
@@ -79,7 +78,7 @@ def simulate_command(request: Request) -> int:
         check_drawing()  # before anything takes long
     asked = {str(strategy): text for strategy, text in zip(strategies, request.strategies, strict=True)}
     runs = Comparison(job, options, compute, network, costs, request.timing_only, asked)
-    found = runs.run(strategies or [job.strategy], sorted(set(request.workers)))
+    found = runs.run(strategies or [job.run_strategy], sorted(set(request.workers)))
     if not options.quiet:
         tell(comparison_text(found))
     elif lines := failures(found):

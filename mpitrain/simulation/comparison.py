@@ -228,8 +228,7 @@ class Comparison:
 
     def _measured_shares(self, job: Job) -> dict[str, float]:
         """Of a short run with gradients."""
-        strategy = job.strategy
-        assert strategy is not None
+        strategy = job.run_strategy
         coded = codec_of(strategy) is not None or not strategy.reply_codec.is_none
         if not coded and not (self.touches_rows and strategy.has_servers):
             return {}

@@ -81,8 +81,7 @@ class LockstepRun(AlikeReplica):
         num_samples, window = virtual.catalogue.num_samples, virtual.catalogue.window_samples
         if isinstance(job.strategy, Split):
             self.grid, window = check_split(job, number).grid(virtual.nodes), num_samples
-        assert job.strategy is not None
-        num_shares = virtual.num_shares = job.strategy.num_replicas(number)
+        num_shares = virtual.num_shares = job.run_strategy.num_replicas(number)
         if num_samples < num_shares:
             raise UsageError(
                 f"{num_shares} batches a step for {num_samples} training samples: use fewer workers"

@@ -65,11 +65,10 @@ def simulate_job(
         UsageError: a wrong option, or what has no roles to run in virtual time.
     """
     validate_simulation(job, options, num_workers)
-    assert job.strategy is not None
-    if job.strategy.has_servers:
+    if job.run_strategy.has_servers:
         return _Simulation(job, options, num_workers, compute, network, costs=costs).simulate()
     run = VirtualRun(job, options, num_workers, compute, network, costs)
-    result: dict[str, Any] = run_named(job.strategy.choose(FAMILIES).virtual, run)
+    result: dict[str, Any] = run_named(job.run_strategy.choose(FAMILIES).virtual, run)
     return result
 
 

@@ -110,8 +110,7 @@ class Session:
     @property
     def strategy(self) -> Strategy:
         """The strategy in force."""
-        assert self.job.strategy is not None
-        return self.job.strategy
+        return self.job.run_strategy
 
     @property
     def role(self) -> str:
@@ -246,11 +245,10 @@ def prepare(
     """
     started_s = time.monotonic()
     job = attempt(runtime, lambda: apply_overrides(make_job(), overrides))
-    strategy = job.strategy
+    strategy = job.run_strategy
     injections = [str(one) for one in overrides.injections]
     asked = {"lr": overrides.lr, "steps": overrides.steps, "inject": injections}
     runtime.compare({**_versions_by_node(runtime), **options(job), **asked})
-    assert strategy is not None  # `apply_overrides` has found one
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy))
     attempt(runtime, lambda: validate_run(job, overrides, len(roles.workers)))
     runtime.role = roles.of(runtime.rank)

@@ -21,7 +21,6 @@ def begin_trace(runtime: Ranks, job: Job, role: str, run_dir: Path) -> None:
 
     offset_s, uncertainty_s = measure_offset(cast(Any, runtime))
     zero_s = float(runtime.broadcast(time.monotonic()))
-    strategy = job.strategy
     rank = runtime.launched_rank
     about = {
         "clock": "rank 0's monotonic clock; offsets were measured at the start of the run",
@@ -29,8 +28,7 @@ def begin_trace(runtime: Ranks, job: Job, role: str, run_dir: Path) -> None:
         "offset_uncertainty_s": uncertainty_s,
     }
     label = f"rank {rank} ({role} on {runtime.hosts[runtime.rank]})"
-    assert strategy is not None
-    pushes = strategy.push_every
+    pushes = job.run_strategy.push_every
     path = run_dir / trace.file_name(rank)
     trace.switch(True)
     trace.activate(

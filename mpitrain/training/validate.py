@@ -21,8 +21,7 @@ def validate_run(job: Job, overrides: Overrides, num_workers: int) -> None:
     check_workers(overrides.injections, num_workers)
     check_installed(read_logs(job.log))
     check(job, overrides, MPI, num_workers)
-    assert job.strategy is not None
-    job.strategy.check_batch(job.batch_size)
+    job.run_strategy.check_batch(job.batch_size)
 
 
 def validate_simulation(job: Job, overrides: Overrides, num_workers: int) -> None:
@@ -35,6 +34,5 @@ def validate_simulation(job: Job, overrides: Overrides, num_workers: int) -> Non
 def check_precision(job: Job, device: torch.device) -> None:
     """Raise `UsageError` where a rank that computes there cannot do so in the job's precision."""
     feature = "precision=float16" if device.type == "cuda" else "precision=float16 on a CPU"
-    assert job.strategy is not None
-    if job.precision == "float16" and (why := why_not(feature, job.strategy, MPI)):
+    if job.precision == "float16" and (why := why_not(feature, job.run_strategy, MPI)):
         raise UsageError(why)

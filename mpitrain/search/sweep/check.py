@@ -91,8 +91,7 @@ def _extremes(plan: Plan) -> Iterable[Configuration]:
 
 
 def _check_run(job: Job, overrides: Overrides, num_ranks: int) -> None:
-    strategy = job.strategy
-    assert strategy is not None
+    strategy = job.run_strategy
     roles = assign(
         (0,) * num_ranks, strategy.num_servers(), strategy.placement, aggregates=strategy.aggregates
     )

@@ -26,7 +26,6 @@ from mpitrain.errors import AgreedError, MpitrainError, UsageError
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.job.asked import check
 from mpitrain.mpi.allreduce_plan import Plan
-from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.features import THREADS
 from mpitrain.system import background
 from mpitrain.system.files.error_record import exit_code, write_record
@@ -56,10 +55,9 @@ class ThreadRun:
     """
 
     def __init__(self, job: Job, overrides: Overrides, num_threads: int, job_file: str | None = None):
-        assert job.strategy is not None
         self.job, self.overrides, self.job_file = job, overrides, job_file
-        self.strategy: Strategy = job.strategy
-        self.num_threads, num_servers = num_threads, job.strategy.num_servers()
+        self.strategy = job.run_strategy
+        self.num_threads, num_servers = num_threads, self.strategy.num_servers()
         size, host = num_threads + num_servers, node_name()
         self.hub, draws = Hub(size), Draws()
         self.ranks = [
