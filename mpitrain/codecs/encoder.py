@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.codecs import message_format
@@ -21,6 +22,7 @@ from mpitrain.codecs.layout import Layout, Part, Plan, plan_of
 from mpitrain.codecs.lazy import torch
 
 
+@dataclass(eq=False)
 class Encoder:
     """Base of the codecs' encoders: one for every stream of messages from one worker.
 
@@ -32,20 +34,17 @@ class Encoder:
         seed, worker: key of the randomness where there is any.
     """
 
+    dense_below: int = 1024
+    warmup_steps: int = 0
+    clip: float = 0.0
+    num_workers: int = 1
+    seed: int = 0
+    worker: int = 0
+
     # slots whose sum with what was sent is conserved; "" where nothing is kept
     residual: ClassVar[str] = "residual"
 
-    def __init__(
-        self,
-        dense_below: int = 1024,
-        warmup_steps: int = 0,
-        clip: float = 0.0,
-        num_workers: int = 1,
-        seed: int = 0,
-        worker: int = 0,
-    ):
-        self.dense_below, self.warmup_steps, self.clip = dense_below, warmup_steps, clip
-        self.num_workers, self.seed, self.worker = num_workers, seed, worker
+    def __post_init__(self) -> None:
         self.memory = Memory()
         self.step = 0
         self.last: dict[str, float] = {}

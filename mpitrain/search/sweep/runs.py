@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,6 +57,7 @@ class Proposer(Protocol):
         """What that setting has reached; None where it has failed."""
 
 
+@dataclass(eq=False)
 class Work:
     """What one dealer does; its threads may share it.
 
@@ -64,17 +66,12 @@ class Work:
         proposer: of a sampler that proposes; None where the configurations are known.
     """
 
-    def __init__(
-        self,
-        sweep: Sweep,
-        setup: Setup,
-        dealer: Dealer,
-        train: Trainer,
-        stopped: Callable[[], bool],
-        proposer: Proposer | None = None,
-    ):
-        self.sweep, self.setup, self.dealer = sweep, setup, dealer
-        self.train, self.stopped, self.proposer = train, stopped, proposer
+    sweep: Sweep
+    setup: Setup
+    dealer: Dealer
+    train: Trainer
+    stopped: Callable[[], bool]
+    proposer: Proposer | None = None
 
     def run(self) -> float:
         """Train until nothing is left; returns the seconds in which something was."""

@@ -7,6 +7,7 @@ rest too small to give every peer one is left out. All peers take the same numbe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mpitrain.messages import Lease
@@ -33,6 +34,7 @@ class Turn(NamedTuple):
         return self.lease.num_samples * self.num_active / self.num_samples
 
 
+@dataclass(eq=False)
 class PeerPartition:
     """The course of one peer.
 
@@ -44,21 +46,17 @@ class PeerPartition:
         warmup: how many peers train at first.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        num_epochs: int,
-        batch_size: int,
-        num_peers: int,
-        peer: int,
-        num_steps: int | None = None,
-        drop_last: bool = False,
-        warmup: Warmup = Warmup(),  # noqa: B008 - frozen
-    ):
-        assert num_samples >= num_peers > peer >= 0 and batch_size > 0
-        self.num_samples, self.num_epochs, self.batch_size = num_samples, num_epochs, batch_size
-        self.num_peers, self.peer, self.num_steps = num_peers, peer, num_steps
-        self.drop_last, self.warmup = drop_last, warmup
+    num_samples: int
+    num_epochs: int
+    batch_size: int
+    num_peers: int
+    peer: int
+    num_steps: int | None = None
+    drop_last: bool = False
+    warmup: Warmup = Warmup()
+
+    def __post_init__(self) -> None:
+        assert self.num_samples >= self.num_peers > self.peer >= 0 and self.batch_size > 0
         self.step = self.epoch = self.cursor = self.samples = self.num_left_out = 0
 
     def num_active(self) -> int:

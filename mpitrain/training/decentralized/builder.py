@@ -8,7 +8,7 @@ no job; virtual peers share one module; what is written, reported and measured i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -30,6 +30,7 @@ from mpitrain.training.recipe import recipe_of
 Fetch = Callable[[int, int, int], Any]
 
 
+@dataclass(eq=False)
 class PeerBuilder:
     """The parts of a run of `number` peers.
 
@@ -40,17 +41,14 @@ class PeerBuilder:
             epochs.
     """
 
-    def __init__(
-        self,
-        strategy: Decentralized,
-        number: int,
-        job: Job | None = None,
-        epoch_samples: int = 0,
-        num_steps: int | None = None,
-    ):
-        self.strategy, self.number, self.job = strategy, number, job
-        self.epoch_samples, self.num_steps = epoch_samples, num_steps
-        self.recipe = recipe_of(job, strategy, number, epoch_samples)
+    strategy: Decentralized
+    number: int
+    job: Job | None = None
+    epoch_samples: int = 0
+    num_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        self.recipe = recipe_of(self.job, self.strategy, self.number, self.epoch_samples)
 
     def replica(
         self,

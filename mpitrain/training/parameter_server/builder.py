@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -57,6 +58,7 @@ from mpitrain.training.recipe import recipe_of
 AnyStore = ShardStore | ElasticStore
 
 
+@dataclass(eq=False)
 class RoleBuilder:
     """The parts of a run over parameter servers.
 
@@ -66,20 +68,17 @@ class RoleBuilder:
         catalogue: the job's training data; num_batches: how many are dealt in all, None for whole epochs.
     """
 
-    def __init__(
-        self,
-        strategy: ServerStrategy,
-        roles: Roles,
-        model: FlatModel,
-        job: Job | None = None,
-        catalogue: Catalogue | None = None,
-        num_batches: int | None = None,
-    ):
-        self.strategy, self.roles, self.model = strategy, roles, model
-        self.job, self.catalogue, self.num_batches = job, catalogue, num_batches
-        self.num_workers = len(roles.workers)
-        epoch_samples = catalogue.num_samples if catalogue is not None else 0
-        self.recipe = recipe_of(job, strategy, self.num_workers, epoch_samples)
+    strategy: ServerStrategy
+    roles: Roles
+    model: FlatModel
+    job: Job | None = None
+    catalogue: Catalogue | None = None
+    num_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        self.num_workers = len(self.roles.workers)
+        epoch_samples = self.catalogue.num_samples if self.catalogue is not None else 0
+        self.recipe = recipe_of(self.job, self.strategy, self.num_workers, epoch_samples)
         self._reduced: ReducedParameters | None = None  # that virtual workers share
 
     def others_of(self, shard: int) -> tuple[int, ...]:

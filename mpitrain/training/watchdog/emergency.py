@@ -14,6 +14,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +82,7 @@ class Taken(NamedTuple):
     state: dict[str, Any]
 
 
+@dataclass(eq=False)
 class Emergency:
     """What this rank would write.
 
@@ -91,17 +93,11 @@ class Emergency:
         fits: whether what was taken belongs to the checkpoint that another rank has announced.
     """
 
-    def __init__(
-        self,
-        writer: CheckpointWriter,
-        guard: Guard,
-        take: Callable[[], Taken],
-        parts: Callable[[], list[str]] = list,
-        fits: Callable[[EmergencyCheckpoint, Taken], bool] = lambda announced, taken: (
-            announced[:2] == taken[:2]
-        ),
-    ):
-        self.writer, self.guard, self.take, self.parts, self.fits = writer, guard, take, parts, fits
+    writer: CheckpointWriter
+    guard: Guard
+    take: Callable[[], Taken]
+    parts: Callable[[], list[str]] = list
+    fits: Callable[[EmergencyCheckpoint, Taken], bool] = lambda announced, taken: announced[:2] == taken[:2]
 
     def write(self, alarm: Alarm) -> None:
         """Write this rank's part of the checkpoint, if it has one.
