@@ -14,7 +14,7 @@ import difflib
 import importlib
 import io
 import tokenize
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from mpitrain.errors import UsageError
@@ -41,6 +41,17 @@ class Value:
 
     def check(self) -> None:
         """Raise `UsageError` when the values of the fields make no sense together. Subclasses override it."""
+
+    def hold(self, key: str, holds: bool, otherwise: str) -> None:
+        """Raise `UsageError` for the field `key` unless `holds`; `otherwise` says what it must be."""
+        if not holds:
+            raise UsageError(f"{self.name}: {key} {otherwise}, got {getattr(self, key)!r}")
+
+    def hold_known(self, key: str, known: Collection[str]) -> None:
+        """Raise `UsageError` for the field `key` unless its word is among those that are known."""
+        word = getattr(self, key)
+        if word not in known:
+            raise UsageError(f"{self.name}: unknown {key} {word!r}{nearest(word, list(known))}")
 
     def _changed(self) -> list[tuple[str, Any]]:
         pairs = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]

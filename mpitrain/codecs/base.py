@@ -14,7 +14,7 @@ from typing import ClassVar
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.message_format import Decoder
 from mpitrain.errors import UsageError
-from mpitrain.values import Value, nearest
+from mpitrain.values import Value
 
 CODINGS = ("auto", "raw", "bitmap", "elias_fano", "rice")
 
@@ -47,8 +47,8 @@ class Codec(Value):
             raise UsageError(f"{self.name}: clip must be finite and not negative, 0 is off")
         if not 0 < getattr(self, "density", 0.5) <= 1:
             raise UsageError(f"{self.name}: density must be in (0, 1]")
-        if (coding := getattr(self, "coding", "auto")) not in CODINGS:
-            raise UsageError(f"{self.name}: unknown coding {coding!r}{nearest(coding, list(CODINGS))}")
+        if hasattr(self, "coding"):
+            self.hold_known("coding", CODINGS)
 
     @property
     def is_none(self) -> bool:

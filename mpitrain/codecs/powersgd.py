@@ -21,7 +21,6 @@ from mpitrain.codecs.layout import Field, Part, Plan, plan_of
 from mpitrain.codecs.lazy import torch
 from mpitrain.codecs.message_format import Decoder
 from mpitrain.codecs.onebit import columns
-from mpitrain.errors import UsageError
 from mpitrain.values import register
 
 POWER = 8  # kinds on the wire
@@ -193,5 +192,4 @@ class PowerSGD(Feedback):
 
     def check(self) -> None:
         super().check()
-        if self.rank < 1:
-            raise UsageError(f"powersgd: rank must be at least 1, got {self.rank}")
+        self.hold("rank", self.rank >= 1, "must be at least 1")

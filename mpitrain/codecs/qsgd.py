@@ -22,7 +22,6 @@ from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import Part, Plan
 from mpitrain.codecs.lazy import np, torch
 from mpitrain.codecs.message_format import Decoder
-from mpitrain.errors import UsageError
 from mpitrain.values import register
 
 LEVELS = 9  # kinds on the wire
@@ -106,5 +105,4 @@ class QSGD(Feedback):
 
     def check(self) -> None:
         super().check()
-        if not 1 <= self.levels <= 127:
-            raise UsageError(f"qsgd: levels must be 1 to 127, got {self.levels}")
+        self.hold("levels", 1 <= self.levels <= 127, "must be 1 to 127")

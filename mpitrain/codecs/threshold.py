@@ -30,7 +30,7 @@ from mpitrain.codecs.lazy import np, torch
 from mpitrain.codecs.message_format import Decoder
 from mpitrain.codecs.sparse import Search, pack_signs, scatter, split, unpack_signs
 from mpitrain.errors import UsageError
-from mpitrain.values import nearest, register
+from mpitrain.values import register
 
 THRESHOLD = 5  # kinds on the wire
 
@@ -175,7 +175,4 @@ class Threshold(Feedback):
         super().check()
         if not 0 <= self.tau < float("inf") or not 1 <= self.band < float("inf"):
             raise UsageError("threshold: needs tau >= 0 (0 chooses it) and band >= 1")
-        if self.rounding not in ROUNDINGS:
-            raise UsageError(
-                f"threshold: unknown rounding {self.rounding!r}{nearest(self.rounding, list(ROUNDINGS))}"
-            )
+        self.hold_known("rounding", ROUNDINGS)

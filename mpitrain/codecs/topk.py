@@ -159,9 +159,7 @@ class TopK(Feedback):
 
     def check(self) -> None:
         super().check()
-        if not 0 <= self.momentum < 1:
-            raise UsageError(f"topk: momentum must be in [0, 1), got {self.momentum}")
+        self.hold("momentum", 0 <= self.momentum < 1, "must be in [0, 1)")
         if self.nesterov and not self.momentum:
             raise UsageError("topk: nesterov needs a momentum")
-        if self.values not in ("float32", "float16"):
-            raise UsageError(f"topk: values must be float32 or float16, got {self.values!r}")
+        self.hold("values", self.values in ("float32", "float16"), "must be float32 or float16")

@@ -32,8 +32,7 @@ class AtWorker(Injection):
     worker: int
 
     def check(self) -> None:
-        if self.worker < 0:
-            raise UsageError(f"{self.name}: worker is an index from 0 (not a rank), got {self.worker}")
+        self.hold("worker", self.worker >= 0, "is an index from 0 (not a rank)")
 
     def sleep_s(self, step: int, compute_s: float, seed: int) -> float:
         """Seconds to sleep after gradient number `step`, which took `compute_s`."""
@@ -48,8 +47,7 @@ class Slow(AtWorker):
 
     def check(self) -> None:
         super().check()
-        if not 1 <= self.factor < math.inf:
-            raise UsageError(f"slow: factor must be finite and at least 1, got {self.factor}")
+        self.hold("factor", 1 <= self.factor < math.inf, "must be finite and at least 1")
 
     def sleep_s(self, step: int, compute_s: float, seed: int) -> float:
         return (self.factor - 1) * compute_s
@@ -64,8 +62,7 @@ class Pause(AtWorker):
 
     def check(self) -> None:
         super().check()
-        if self.at_step < 0:
-            raise UsageError(f"pause: at_step counts from 0, got {self.at_step}")
+        self.hold("at_step", self.at_step >= 0, "counts from 0")
         _check_seconds(self.name, self.seconds)
 
     def sleep_s(self, step: int, compute_s: float, seed: int) -> float:
@@ -94,8 +91,7 @@ class Stall(AtWorker):
 
     def check(self) -> None:
         super().check()
-        if not 0 <= self.chance <= 1:
-            raise UsageError(f"stall: chance is a probability from 0 to 1, got {self.chance}")
+        self.hold("chance", 0 <= self.chance <= 1, "is a probability from 0 to 1")
         _check_seconds(self.name, self.seconds)
 
     def sleep_s(self, step: int, compute_s: float, seed: int) -> float:
@@ -111,8 +107,7 @@ class Fault(AtWorker):
 
     def check(self) -> None:
         super().check()
-        if self.at_step < 0:
-            raise UsageError(f"{self.name}: at_step counts from 0, got {self.at_step}")
+        self.hold("at_step", self.at_step >= 0, "counts from 0")
 
 
 @register("inject", "kill")
@@ -123,8 +118,7 @@ class Kill(Fault):
 
     def check(self) -> None:
         super().check()
-        if not 0 <= self.after_s < math.inf:
-            raise UsageError(f"kill: after_s must be finite and not negative, got {self.after_s}")
+        self.hold("after_s", 0 <= self.after_s < math.inf, "must be finite and not negative")
 
 
 @register("inject", "kill_at_end")
@@ -180,8 +174,7 @@ class FileFault(Injection):
     part: str = "shard-0"
 
     def check(self) -> None:
-        if self.at_write < 0:
-            raise UsageError(f"{self.name}: at_write counts from 0, got {self.at_write}")
+        self.hold("at_write", self.at_write >= 0, "counts from 0")
 
 
 @register("inject", "disk_full")
@@ -210,8 +203,7 @@ class Crash(Injection):
     def check(self) -> None:
         for key in ("mtbf_s", "at_s"):
             _check_seconds(f"{self.name}: {key}", getattr(self, key) or 0.0)
-        if 0 < self.mtbf_s < LEAST_MTBF_S:
-            raise UsageError(f"crash: mtbf_s must be at least {LEAST_MTBF_S:g}, got {self.mtbf_s}")
+        self.hold("mtbf_s", not 0 < self.mtbf_s < LEAST_MTBF_S, f"must be at least {LEAST_MTBF_S:g}")
         if not self.mtbf_s and self.at_s is None:
             raise UsageError('crash: say when, as in "crash(mtbf_s=86400)" or "crash(at_s=3600)"')
 

@@ -24,7 +24,7 @@ from mpitrain.strategies.damping.keep import Keep
 from mpitrain.strategies.parameter_server.batch_size import Batching, PerWorker
 from mpitrain.strategies.placement import PLACEMENTS
 from mpitrain.strategies.warmup import Warmup
-from mpitrain.values import Value, nearest
+from mpitrain.values import Value
 
 
 class Arrival(NamedTuple):
@@ -302,14 +302,11 @@ class ServerStrategy(Strategy):
             "aggregate": AGGREGATES,
         }  # fmt: skip
         for key, known in choices.items():
-            value = getattr(self, key)
-            if not isinstance(value, Codec) and value not in known:
-                raise UsageError(f"{self.name}: unknown {key} {value!r}{nearest(value, list(known))}")
+            if not isinstance(getattr(self, key), Codec):
+                self.hold_known(key, known)
         for key, least in (("servers", 1), ("push_every", 1), ("pull_every", 0)):
-            if getattr(self, key) < least:
-                raise UsageError(f"{self.name}: {key} must be at least {least}, got {getattr(self, key)}")
-        if self.inflight not in (1, 2):
-            raise UsageError(f"{self.name}: inflight must be 1 or 2, got {self.inflight}")
+            self.hold(key, getattr(self, key) >= least, f"must be at least {least}")
+        self.hold("inflight", self.inflight in (1, 2), "must be 1 or 2")
         if self.inflight == 2 and self.pulls != self.push_every:
             raise UsageError(
                 f"{self.name}: inflight=2 computes while the answer to a push is under way, so every push must be "

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.base import Strategy
-from mpitrain.values import Value, nearest, register
+from mpitrain.values import Value, register
 
 OUTER_WIRES = ("full", "float16", "bfloat16", "int8")
 UNITS = ("steps", "samples")
@@ -104,9 +104,7 @@ class LocalSGD(Strategy):
                 f"localsgd: needs period >= 1 and start >= 0, got period={self.period}, start={self.start}"
             )
         for key, known in (("unit", UNITS), ("wire", OUTER_WIRES)):
-            value = getattr(self, key)
-            if value not in known:
-                raise UsageError(f"localsgd: unknown {key} {value!r}{nearest(value, list(known))}")
+            self.hold_known(key, known)
 
     @property
     def clips_mean(self) -> bool:

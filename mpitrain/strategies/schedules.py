@@ -202,8 +202,7 @@ class Gradual(Schedule):
     def check(self) -> None:
         if self.scale not in SCALES:
             raise UsageError(f"gradual: scale={self.scale!r}{nearest(self.scale, list(SCALES))}")
-        if self.epochs < 0:
-            raise UsageError(f"gradual: epochs must not be negative, got {self.epochs}")
+        self.hold("epochs", self.epochs >= 0, "must not be negative")
 
     def factor(self, epochs: float, num_workers: int) -> float:
         target = SCALES[self.scale](num_workers)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpitrain.errors import UsageError
 from mpitrain.values import Value, register
 
 BLOCK = 256  # draws at once
@@ -54,8 +53,7 @@ class ComputeLaw(Value):
 
     def check(self) -> None:
         for key, value in vars(self).items():
-            if not (math.isfinite(value) and value >= 0):
-                raise UsageError(f"{self.name}: {key} must be finite and not negative, got {value}")
+            self.hold(key, math.isfinite(value) and value >= 0, "must be finite and not negative")
 
 
 @register("compute", "constant")

@@ -30,11 +30,6 @@ def _apart(generator: np.random.Generator) -> np.random.Generator:
     return np.random.Generator(bits.jumped())
 
 
-def _hold(law: ComputeLaw, key: str, holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise UsageError(f"{law.name}: {key} {otherwise}, got {getattr(law, key)!r}")
-
-
 @register("compute", "gamma")
 class Gamma(ComputeLaw):
     """Gamma with the given mean; the standard deviation is mean / sqrt(shape), so a large `shape` is steady and 1 is
@@ -45,7 +40,7 @@ class Gamma(ComputeLaw):
 
     def check(self) -> None:
         super().check()
-        _hold(self, "shape", self.shape > 0, "must be greater than 0")
+        self.hold("shape", self.shape > 0, "must be greater than 0")
 
     def seconds(self, generator: np.random.Generator, count: int) -> Times:
         return generator.standard_gamma(self.shape, count) * (self.mean / self.shape)
@@ -61,7 +56,7 @@ class Pareto(ComputeLaw):
 
     def check(self) -> None:
         super().check()
-        _hold(self, "alpha", self.alpha > 1, "must be greater than 1, or there is no mean")
+        self.hold("alpha", self.alpha > 1, "must be greater than 1, or there is no mean")
 
     def seconds(self, generator: np.random.Generator, count: int) -> Times:
         return (1 + generator.pareto(self.alpha, count)) * (self.mean * (self.alpha - 1) / self.alpha)
@@ -82,8 +77,8 @@ class Bernoulli(ComputeLaw):
     factor: float = 5.0
 
     def check(self) -> None:
-        _hold(self, "chance", 0 <= self.chance <= 1, "must be from 0 to 1")
-        _hold(self, "factor", 0 <= self.factor < math.inf, "must be finite and not negative")
+        self.hold("chance", 0 <= self.chance <= 1, "must be from 0 to 1")
+        self.hold("factor", 0 <= self.factor < math.inf, "must be finite and not negative")
 
     def of_worker(self, worker: int, generator: np.random.Generator) -> ComputeLaw:
         apart = _apart(generator)
@@ -109,9 +104,9 @@ class Persistent(ComputeLaw):
     factors: tuple[float, ...] = ()
 
     def check(self) -> None:
-        _hold(self, "sigma", 0 <= self.sigma < math.inf, "must be finite and not negative")
+        self.hold("sigma", 0 <= self.sigma < math.inf, "must be finite and not negative")
         numbers = [one for one in self.factors if isinstance(one, int | float) and 0 <= one < math.inf]
-        _hold(self, "factors", len(numbers) == len(self.factors), "must be finite numbers, none negative")
+        self.hold("factors", len(numbers) == len(self.factors), "must be finite numbers, none negative")
 
     def of_worker(self, worker: int, generator: np.random.Generator) -> ComputeLaw:
         apart = _apart(generator)

@@ -156,13 +156,13 @@ class Cluster(NetworkLaw):
 
     def check(self) -> None:
         for key in ("gbit_per_s", "local_gbit_per_s", "oversubscription"):
-            _hold(self, key, 0 < getattr(self, key) < math.inf, "must be finite and greater than 0")
+            self.hold(key, 0 < getattr(self, key) < math.inf, "must be finite and greater than 0")
         for key in ("latency_s", "local_latency_s", "device_gbit_per_s", "busy_gbit_per_s"):
-            _hold(self, key, 0 <= getattr(self, key) < math.inf, "must be finite and not negative")
-        _hold(self, "ranks_per_node", self.ranks_per_node >= 1, "must be at least 1")
-        _hold(self, "eager_bytes", self.eager_bytes >= 0, "must not be negative")
-        _hold(self, "nodes_per_switch", self.nodes_per_switch >= 0, "must not be negative")
-        _hold(self, "sharing", self.sharing in SHARINGS, f"must be one of {', '.join(SHARINGS)}")
+            self.hold(key, 0 <= getattr(self, key) < math.inf, "must be finite and not negative")
+        self.hold("ranks_per_node", self.ranks_per_node >= 1, "must be at least 1")
+        self.hold("eager_bytes", self.eager_bytes >= 0, "must not be negative")
+        self.hold("nodes_per_switch", self.nodes_per_switch >= 0, "must not be negative")
+        self.hold("sharing", self.sharing in SHARINGS, f"must be one of {', '.join(SHARINGS)}")
         if self.oversubscription != 1 and not self.nodes_per_switch:
             raise UsageError(
                 f"{self.name}: oversubscription needs nodes_per_switch, the nodes that share a switch"
@@ -334,8 +334,3 @@ class MeasuredNetwork(NetworkLaw):
 
     def arrival_s(self, links: Links, now_s: float, source: int, to: int, num_bytes: int) -> float:
         return self.cluster.arrival_s(links, now_s, source, to, num_bytes)
-
-
-def _hold(law: NetworkLaw, key: str, holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise UsageError(f"{law.name}: {key} {otherwise}, got {getattr(law, key)!r}")

@@ -28,10 +28,8 @@ class Asha(Value):
     reduction: int = 3
 
     def check(self) -> None:
-        if self.least < 1:
-            raise UsageError(f"asha: least must be at least 1 epoch, got {self.least}")
-        if self.reduction < 2:
-            raise UsageError(f"asha: reduction must be at least 2, got {self.reduction}")
+        self.hold("least", self.least >= 1, "must be at least 1 epoch")
+        self.hold("reduction", self.reduction >= 2, "must be at least 2")
 
     def rungs(self, epochs: int) -> tuple[int, ...]:
         """Epochs of each rung; the last one is the whole training.

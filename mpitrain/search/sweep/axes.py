@@ -61,8 +61,7 @@ class LogUniform(Distribution):
 
     def check(self) -> None:
         super().check()
-        if self.low <= 0:
-            raise UsageError(f"log_uniform: low must be greater than 0, got {self.low}")
+        self.hold("low", self.low > 0, "must be greater than 0")
 
     def draw(self, unit: float) -> str:
         return _number(self.low * (self.high / self.low) ** unit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mpitrain.errors import UsageError
 from mpitrain.strategies.damping.base import Correction, Damping, Numbers
 from mpitrain.values import register
 
@@ -33,5 +32,4 @@ class DelayCompensated(Damping):
     lam: float = 0.04
 
     def check(self) -> None:
-        if not 0 <= self.lam < float("inf"):
-            raise UsageError(f"delay_compensated: lam must be finite and not negative, got {self.lam}")
+        self.hold("lam", 0 <= self.lam < float("inf"), "must be finite and not negative")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mpitrain.errors import UsageError
 from mpitrain.strategies.damping.base import Damping
 from mpitrain.values import register
 
@@ -14,8 +13,7 @@ class Drop(Damping):
     limit: int = 10
 
     def check(self) -> None:
-        if self.limit < 0:
-            raise UsageError(f"drop: limit must not be negative, got {self.limit}")
+        self.hold("limit", self.limit >= 0, "must not be negative")
 
     def weight(self, staleness: int) -> float:
         return 1.0 if staleness <= self.limit else 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from mpitrain.errors import UsageError
 from mpitrain.strategies.damping.base import Correction, Damping, Numbers
 from mpitrain.values import register
 
@@ -50,5 +49,4 @@ class GapAware(Damping):
     decay: float = 0.99
 
     def check(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise UsageError(f"gap_aware: decay must be in [0, 1), got {self.decay}")
+        self.hold("decay", 0 <= self.decay < 1, "must be in [0, 1)")

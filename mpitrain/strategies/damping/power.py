@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mpitrain.errors import UsageError
 from mpitrain.strategies.damping.base import Damping
 from mpitrain.values import register
 
@@ -21,8 +20,7 @@ class Power(Damping):
     exponent: float = 0.5
 
     def check(self) -> None:
-        if not 0 <= self.exponent < float("inf"):
-            raise UsageError(f"power: exponent must be finite and not negative, got {self.exponent}")
+        self.hold("exponent", 0 <= self.exponent < float("inf"), "must be finite and not negative")
 
     def weight(self, staleness: int) -> float:
         return float((1.0 + staleness) ** -self.exponent)

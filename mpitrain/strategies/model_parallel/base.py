@@ -50,10 +50,3 @@ class Split(Strategy):
         """Everybody's place."""
         self.check_workers(len(nodes))
         return arrange(nodes, self.num_parts(len(nodes)), self.sits_together())
-
-
-def at_least_one(strategy: Strategy, **counts: int) -> None:
-    """Refuse counts below 1."""
-    for key, value in counts.items():
-        if value < 1:
-            raise UsageError(f"{strategy.name}: {key} must be at least 1, got {value}")

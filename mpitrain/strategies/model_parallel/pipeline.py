@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies.model_parallel.base import Split, at_least_one
+from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.values import nearest, register
 
 SCHEDULES = ("1f1b", "gpipe")
@@ -44,7 +44,8 @@ class Pipeline(Split):
     together: str = "replicas"
 
     def check(self) -> None:
-        at_least_one(self, stages=self.stages, microbatches=self.microbatches)
+        self.hold("stages", self.stages >= 1, "must be at least 1")
+        self.hold("microbatches", self.microbatches >= 1, "must be at least 1")
         for key, choices in (("schedule", SCHEDULES), ("together", TOGETHER)):
             value = getattr(self, key)
             if value not in choices:

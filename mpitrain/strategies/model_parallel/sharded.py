@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies.model_parallel.base import Split, at_least_one
+from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.values import register
 
 
@@ -32,7 +32,7 @@ class Sharded(Split):
     replicas: int = 1
 
     def check(self) -> None:
-        at_least_one(self, replicas=self.replicas)
+        self.hold("replicas", self.replicas >= 1, "must be at least 1")
 
     def num_parts(self, num_ranks: int) -> int:
         return max(1, num_ranks // self.replicas)

@@ -9,7 +9,7 @@ node.
 
 from __future__ import annotations
 
-from mpitrain.strategies.model_parallel.base import Split, at_least_one
+from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.values import register
 
 
@@ -28,7 +28,7 @@ class TensorParallel(Split):
     parallel: int = 2
 
     def check(self) -> None:
-        at_least_one(self, parallel=self.parallel)
+        self.hold("parallel", self.parallel >= 1, "must be at least 1")
 
     def num_parts(self, num_ranks: int) -> int:
         return self.parallel

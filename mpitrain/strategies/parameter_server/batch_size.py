@@ -14,7 +14,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mpitrain.errors import UsageError
 from mpitrain.values import Value, register
 
 
@@ -79,8 +78,7 @@ class BySpeed(Batching):
     measures: ClassVar[bool] = True
 
     def check(self) -> None:
-        if not 0 < self.smoothing <= 1:
-            raise UsageError(f"by_speed: smoothing must lie in (0, 1], got {self.smoothing}")
+        self.hold("smoothing", 0 < self.smoothing <= 1, "must lie in (0, 1]")
 
     def size(self, memory: dict[str, Any], worker: int, workers: Collection[int], batch_size: int) -> int:
         speeds = {other: memory[str(other)] for other in workers if str(other) in memory}

@@ -38,8 +38,7 @@ class Elastic(ServerStrategy):
 
     def check(self) -> None:
         super().check()
-        if not 0 <= self.moving_rate < float("inf"):
-            raise UsageError(f"elastic: moving_rate must be finite and not negative, got {self.moving_rate}")
+        self.hold("moving_rate", 0 <= self.moving_rate < float("inf"), "must be finite and not negative")
         if self.optimizer != "worker" or self.inflight != 1 or self.pulls != self.push_every:
             raise UsageError(
                 "elastic: workers keep their own optimizer and exchange when they push; it takes neither "

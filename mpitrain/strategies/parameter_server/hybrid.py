@@ -16,7 +16,7 @@ from mpitrain.errors import UsageError
 from mpitrain.strategies.damping.keep import Keep
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.parameter_server.sync import Sync
-from mpitrain.values import nearest, register
+from mpitrain.values import register
 
 TABLES = ("auto", "servers")
 # A smaller table is dense whatever a batch touches: rows cost a message more. Chosen, not measured.
@@ -43,8 +43,7 @@ class Hybrid(Sync):
 
     def check(self) -> None:
         super().check()
-        if self.tables not in TABLES:
-            raise UsageError(f"hybrid: unknown tables {self.tables!r}{nearest(self.tables, list(TABLES))}")
+        self.hold_known("tables", TABLES)
         is_usual: dict[str, bool] = {
             "damping": self.damping == Keep(),
             "warmup": not self.warmup.epochs,

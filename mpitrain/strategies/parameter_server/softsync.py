@@ -36,8 +36,7 @@ class SoftSync(ServerStrategy):
 
     def check(self) -> None:
         super().check()
-        if self.updates < 1:
-            raise UsageError(f"softsync: updates must be at least 1, got {self.updates}")
+        self.hold("updates", self.updates >= 1, "must be at least 1")
 
     def check_workers(self, num_workers: int) -> None:
         if self.blocking and self.updates > num_workers:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any, ClassVar
 
-from mpitrain.errors import UsageError
 from mpitrain.strategies.base import Arrival, ServerStrategy, Verdict
 from mpitrain.values import register
 
@@ -35,8 +34,7 @@ class StaleSync(ServerStrategy):
 
     def check(self) -> None:
         super().check()
-        if self.bound < 0:
-            raise UsageError(f"ssp: bound must not be negative, got {self.bound}")
+        self.hold("bound", self.bound >= 0, "must not be negative")
 
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         return {"clock": {str(worker): 0 for worker in workers}}

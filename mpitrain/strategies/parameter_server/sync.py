@@ -94,8 +94,7 @@ class Backup(ServerStrategy):
     def check(self) -> None:
         super().check()
         _check_lockstep(self)
-        if self.spare < 0:
-            raise UsageError(f"backup: spare must not be negative, got {self.spare}")
+        self.hold("spare", self.spare >= 0, "must not be negative")
         if self.stragglers not in STRAGGLERS:
             raise UsageError(
                 f"backup: stragglers={self.stragglers!r}{nearest(self.stragglers, list(STRAGGLERS))}"
