@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from mpitrain.doctor.checks import Check
@@ -73,7 +74,9 @@ def judge_srun(
         library: `"openmpi"` or `"mpich"`, which mpi4py loads; `None`: unknown.
     """
     line, have = " ".join(launch), ", ".join(plugins)
-    words = [word.partition("=")[2] or following for word, following in _with_next(launch) if _is_mpi(word)]
+    words = [
+        word.partition("=")[2] or following for word, following in pairwise([*launch, ""]) if _is_mpi(word)
+    ]
     asked = words[-1] if words else default
     if asked is None or asked == "none":
         return Check("launcher", False, f"{line} asks for no MPI plugin: say --mpi=NAME, of {have}")
@@ -88,10 +91,6 @@ def judge_srun(
 
 def _is_mpi(word: str) -> bool:
     return word == "--mpi" or word.startswith("--mpi=")
-
-
-def _with_next(words: Sequence[str]) -> list[tuple[str, str]]:
-    return list(zip(words, [*words[1:], ""], strict=True))
 
 
 def parse_mpi_list(text: str) -> list[str]:

@@ -226,12 +226,8 @@ def _seen(job: Job, catalogue: Catalogue) -> list[str]:
 
 
 def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any, catalogue: Catalogue) -> list[str]:
-    num_bytes = sum(
-        parameter.numel() * parameter.element_size()
-        for parameter in module.parameters()
-        if parameter.requires_grad
-    )
-    numbers = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    num_bytes, numbers = sum(one.nbytes for one in trained), sum(one.numel() for one in trained)
     lines = [f"model       {numbers:,} trainable numbers, {size_text(num_bytes)}"]
     if not roles.servers:
         return lines + describe_serverless(job, module, num_bytes, numbers, len(roles.workers))

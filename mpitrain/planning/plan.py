@@ -50,7 +50,7 @@ from mpitrain.planning.virtual_runs import (
     with_rows,
 )
 from mpitrain.strategies.allreduce import AllReduce
-from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.base import ServerStrategy, Strategy, read_strategy
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.parameter_server.asynchronous import Async
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
@@ -187,8 +187,7 @@ def _trained(
     lr = float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else None
     settings = []
     for one in ranked[: request.train]:
-        strategy = parse(one.text if one.setting else "allreduce()", "strategy")
-        assert isinstance(strategy, Strategy)
+        strategy = read_strategy(one.text if one.setting else "allreduce()")
         changed = None if lr is None or one.lr_factor == 1 else lr * one.lr_factor
         tell(f"training in virtual time: {one.text} on {one.workers} workers")
         settings.append((strategy, one.workers, changed))
@@ -362,8 +361,7 @@ _IN_CLOSED_FORM: dict[type[Strategy], Callable[[Any], str]] = {
 
 def setting_of(text: str, module: Any, weights: Weights, runs: VirtualRuns) -> Setting:
     """A strategy's text as what its speed depends on."""
-    strategy = parse(text, "strategy")
-    assert isinstance(strategy, Strategy)
+    strategy = read_strategy(text)
     if strategy.aggregates:
         raise UsageError(
             f"{text}: a plan gives servers nodes of their own and knows of no aggregators: leave aggregate out, or ask "

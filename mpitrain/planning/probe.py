@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from mpitrain.data.format.catalogue import Catalogue
+from mpitrain.doctor.speed import times
 from mpitrain.job import Job
 from mpitrain.model.gradient.loss import read_loss
 from mpitrain.model.optimizers.optimizer import state_bytes
 from mpitrain.simulation.measured_step import build_to_measure, measure_step
 from mpitrain.training.measure import pick_device
 
-LEAST_STEPS = 3
 _COPIED = 1 << 22  # float32 numbers
 
 
@@ -118,7 +116,7 @@ def probe(job: Job, lr: float | None, catalogue: Catalogue, budget_s: float) -> 
     law, whole = measure_step(job, lr, catalogue, 0.7 * budget_s, device)
     _, single = measure_step(job, lr, catalogue, 0.1 * budget_s, device, samples=1)
     source, target = torch.zeros(_COPIED), torch.zeros(_COPIED)
-    copy_s = _median_s(lambda: target.copy_(source), 0.1 * budget_s)
+    copy_s = statistics.median(times(lambda: target.copy_(source), 0.1 * budget_s))
     return Probed(
         forward_s=whole["forward_s"],
         backward_s=whole["backward_s"],
@@ -134,14 +132,4 @@ def probe(job: Job, lr: float | None, catalogue: Catalogue, budget_s: float) -> 
 
 
 def _bytes(tensors: Any) -> int:
-    return sum(one.numel() * one.element_size() for one in tensors)
-
-
-def _median_s(function: Callable[[], object], budget_s: float) -> float:
-    taken: list[float] = []
-    end_s = time.perf_counter() + budget_s
-    while len(taken) < LEAST_STEPS or time.perf_counter() < end_s:
-        began_s = time.perf_counter()
-        function()
-        taken.append(time.perf_counter() - began_s)
-    return statistics.median(taken)
+    return sum(one.nbytes for one in tensors)

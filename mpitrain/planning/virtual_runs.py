@@ -21,9 +21,8 @@ from mpitrain.job import Job, Overrides
 from mpitrain.planning.scaling import Conditions, Setting, Virtual
 from mpitrain.reporting.targets import LOSS, Choice, choice_by_name, read_choice
 from mpitrain.simulation.comparison import Comparison
-from mpitrain.strategies.base import Strategy
+from mpitrain.strategies.base import Strategy, read_strategy
 from mpitrain.strategies.features import VIRTUAL, why_not
-from mpitrain.values import parse
 from mpitrain.virtual.compute import ComputeLaw, Constant
 from mpitrain.virtual.compute_laws import Persistent, Resampled
 from mpitrain.virtual.costs import Costs
@@ -153,8 +152,7 @@ class VirtualRuns:
 
 def virtual_setting(text: str, runs: VirtualRuns) -> Setting:
     """A strategy that is run to learn its speed."""
-    strategy = parse(text, "strategy")
-    assert isinstance(strategy, Strategy)
+    strategy = read_strategy(text)
     coded = any(wire not in ("full", Uncompressed()) for wire in strategy.wires)
     return Setting(
         text,
@@ -174,9 +172,7 @@ def with_rows(settings: Sequence[Setting], runs: VirtualRuns) -> list[Setting]:
     found = []
     for one in settings:
         with contextlib.suppress(UsageError):  # it sends whole gradients
-            strategy = parse(one.text, "strategy")
-            assert isinstance(strategy, Strategy)
-            found.append(setting_with_rows(one.text, strategy, runs))
+            found.append(setting_with_rows(one.text, read_strategy(one.text), runs))
     return found
 
 

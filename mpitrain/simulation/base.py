@@ -21,6 +21,7 @@ from mpitrain.errors import UsageError
 from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.model.in_place import refuse_renormed
+from mpitrain.model.optimizers.ema import Ema
 from mpitrain.model.optimizers.optimizer import Rates, state_bytes
 from mpitrain.model.recipe import Recipe
 from mpitrain.reporting.listeners import read_logs
@@ -41,6 +42,7 @@ from mpitrain.training.resuming.about_data import about_data
 from mpitrain.training.resuming.initial_weights import start_from
 from mpitrain.training.schedule import goes_by_figures
 from mpitrain.training.tracing import nothing_traced
+from mpitrain.training.validations.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.validations.best_model import Validations, begin_from
 from mpitrain.training.validations.judge import divergence, judge
 from mpitrain.training.validations.validation import Measure, make_measure
@@ -221,6 +223,13 @@ class VirtualRun:
         save_model(module, path, {"strategy": str(self.job.strategy)})
         self._diverged = self._diverged or divergence(module.named_parameters())
         return path
+
+    def save_all(self, module: nn.Module, average: Ema | None) -> None:
+        """The model, and beside it the average of its parameters, where one is kept."""
+        self.save(module)
+        if average is not None:
+            with average.swapped():
+                self.save(module, EMA_MODEL_FILE)
 
     def run(self, roles: Sequence[Role], reduce: Reduce | None = None) -> list[Any]:
         """What each rank's role returns; `reduce` carries out the collectives of roles that all-reduce."""

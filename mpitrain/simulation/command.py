@@ -15,7 +15,7 @@ from mpitrain.job import Overrides, apply_overrides
 from mpitrain.simulation.comparison import Comparison
 from mpitrain.simulation.comparison_text import comparison_text, failures
 from mpitrain.simulation.servers import simulate_again, simulate_job
-from mpitrain.strategies.base import Strategy
+from mpitrain.strategies.base import read_strategy
 from mpitrain.system.files.atomic import check_output, write_whole
 from mpitrain.system.saying import tell
 from mpitrain.training.job_file import load_job
@@ -66,7 +66,7 @@ def simulate_command(request: Request) -> int:
     compute, network = parse(request.compute, "compute"), parse(request.network, "network")
     costs = parse(request.costs, "costs")
     assert isinstance(compute, ComputeLaw) and isinstance(network, NetworkLaw) and isinstance(costs, Costs)
-    strategies = [_strategy(text) for text in request.strategies]
+    strategies = [read_strategy(text) for text in request.strategies]
     first = str(strategies[0]) if strategies else None
     options = replace(request.overrides, strategy=first)
     job = apply_overrides(load_job(request.path, request.settings), options)
@@ -93,12 +93,6 @@ def simulate_command(request: Request) -> int:
         int(row.get("exit_code", 1)) for row in found["rows"] if row.get("status", "refused") != "refused"
     ]
     return next((code for code in codes if code), 0)
-
-
-def _strategy(text: str) -> Strategy:
-    strategy = parse(text, "strategy")
-    assert isinstance(strategy, Strategy)
-    return strategy
 
 
 def _refuse_besides_replay(request: Request) -> None:

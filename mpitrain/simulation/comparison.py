@@ -38,6 +38,7 @@ from mpitrain.simulation.timing import Circumstances, quantiles, time_run
 from mpitrain.simulation.workload import PAD_BYTES, Workload, codec_of
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
+from mpitrain.system.files.folders import unused
 from mpitrain.system.saying import say, tell
 from mpitrain.system.trace import read_steps
 from mpitrain.training.measure import build_module
@@ -267,10 +268,7 @@ def _set_aside(folder: Path) -> None:
     if not left:
         return
     name = time.strftime("earlier-%Y%m%d-%H%M%S", time.localtime(max(one.stat().st_mtime for one in left)))
-    target, count = folder / name, 1
-    while target.exists():
-        count += 1
-        target = folder / f"{name}-{count}"
+    target = unused(folder / name)
     target.mkdir()
     for one in left:
         one.rename(target / one.name)

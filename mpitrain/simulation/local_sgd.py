@@ -15,7 +15,6 @@ from mpitrain.simulation.in_one_process.replicas import MeansInOneProcess, make_
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.step_partition import StepCourse, StepPartition
 from mpitrain.training.local_sgd.replica import LocalReplica
-from mpitrain.training.validations.averaged_model import EMA_MODEL_FILE
 
 
 def simulate_local_sgd(virtual: VirtualRun) -> dict[str, Any]:
@@ -48,10 +47,7 @@ def simulate_local_sgd(virtual: VirtualRun) -> dict[str, Any]:
         ended = replicas[0].ended
         measure, samples = replicas[0].set_measure, None if ended else replicas[0].samples
         metrics = measure(samples, replicas[0].averaged()) if measure is not None else {}
-    virtual.save(module)
-    if (ema := replicas[0].updates.ema) is not None:
-        with ema.swapped():
-            virtual.save(module, EMA_MODEL_FILE)
+    virtual.save_all(module, replicas[0].updates.ema)
     failures = sorted((one.failure for one in replicas), key=lambda text: (text[:4] != "rank", not text))
     result = virtual.result(replicas[0].samples, metrics, failures[0]) | _counted(replicas, courses[0])
     result["ended_early"] = ended

@@ -44,7 +44,6 @@ from mpitrain.strategies.sampling.step_partition import StepCourse, StepPartitio
 from mpitrain.system.trace import COMMUNICATION, WAIT
 from mpitrain.training.measure import read_nothing_ahead
 from mpitrain.training.synchronous.stepper import Batch, Parts
-from mpitrain.training.validations.averaged_model import EMA_MODEL_FILE
 from mpitrain.virtual import ComputeLaw
 from mpitrain.virtual.compute import WorkerTimes
 from mpitrain.virtual.lockstep import Clock, Overlapped, Schedule, Times
@@ -135,10 +134,7 @@ class LockstepRun(AlikeReplica):
             trace.write()
         self._pass(virtual.costs.seconds("deliver", num_bytes_of(self.parameters)))
         if self.gradients:
-            virtual.save(self.module)
-            if self.stepper.updates.ema is not None:
-                with self.stepper.updates.ema.swapped():
-                    virtual.save(self.module, EMA_MODEL_FILE)
+            virtual.save_all(self.module, self.stepper.updates.ema)
         result = virtual.result(self.stepper.samples, metrics, self.stepper.failure) | self._counted()
         virtual.log.finish(result)
         return result

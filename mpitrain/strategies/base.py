@@ -24,7 +24,7 @@ from mpitrain.strategies.damping.keep import Keep
 from mpitrain.strategies.parameter_server.batch_size import Batching, PerWorker
 from mpitrain.strategies.placement import PLACEMENTS
 from mpitrain.strategies.warmup import Warmup
-from mpitrain.values import Value
+from mpitrain.values import Value, parse
 
 
 class Arrival(NamedTuple):
@@ -439,3 +439,10 @@ class ServerStrategy(Strategy):
         """Who contributes to the update being gathered, where that is known beforehand: then each gradient is
         added as soon as its turn in rank order comes, and few wait. None: all wait for the flush."""
         return None
+
+
+def read_strategy(text: str) -> Strategy:
+    """The strategy that a text names."""
+    strategy = parse(text, "strategy")
+    assert isinstance(strategy, Strategy)
+    return strategy

@@ -18,7 +18,7 @@ from mpitrain.checkpoint.parts import FOLDER, UnfinishedError, listed, position_
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.job import Job, Overrides
 from mpitrain.reporting.report import default_run_dir
-from mpitrain.system.files.folders import make_private
+from mpitrain.system.files.folders import make_private, unused
 from mpitrain.system.files.run_directory import (
     RUN_FILE,
     Identity,
@@ -190,12 +190,4 @@ def _clear_beyond(run_dir: Path, checkpoint_at: int) -> None:
                 continue
             except CheckpointError:
                 pass
-            os.rename(folder, _free(folder.with_name(f"damaged-{folder.name}")))
-
-
-def _free(path: Path) -> Path:
-    count, found = 1, path
-    while found.exists():
-        count += 1
-        found = path.with_name(f"{path.name}-{count}")
-    return found
+            os.rename(folder, unused(folder.with_name(f"damaged-{folder.name}")))

@@ -32,6 +32,15 @@ def make_private(run_dir: Path, *below: str) -> Path:
     return folder
 
 
+def unused(path: Path) -> Path:
+    """This path, or with the first number behind its name that nothing has."""
+    count, found = 1, path
+    while found.exists():
+        count += 1
+        found = path.with_name(f"{path.name}-{count}")
+    return found
+
+
 def check_readable(run_dir: Path) -> None:
     """Raise `UsageError` for a run directory, or one above it, that this user may not look into."""
     folder = next((one for one in (run_dir, *run_dir.absolute().parents) if one.exists()), run_dir)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.system.files.atomic import write_whole
-from mpitrain.system.files.folders import make_private
+from mpitrain.system.files.folders import make_private, unused
 from mpitrain.system.files.part_places import is_there
 
 CHECKPOINTS = "checkpoints"
@@ -276,11 +276,7 @@ def make_room(run_dir: Path, run: str, beside: bool = True) -> Path | None:
     if not used or run_of(run_dir) == run:
         adopt(run_dir, run)
         return None
-    name = f"earlier-{run_of(run_dir) or _date_of(run_dir)}"
-    target, count = run_dir / name, 1
-    while target.exists():
-        count += 1
-        target = run_dir / f"{name}-{count}"
+    target = unused(run_dir / f"earlier-{run_of(run_dir) or _date_of(run_dir)}")
     target.mkdir(mode=0o700)
     if listed(run_dir):
         os.rename(run_dir / CHECKPOINTS, target / CHECKPOINTS)

@@ -101,23 +101,11 @@ class StepCheckpoints:
 
     def restored(self, session: Session) -> Any:
         """The saved tree on every rank, or None for a run from the beginning."""
-        resume: Checkpoint | None = session.resume
-
-        def read() -> Any:
-            part = read_own_part(resume, "shard-0")
-            return part["state"] if part else None
-
-        return attempt(session.runtime, restoring(resume)(read))
+        return _restored(session, "shard-0", "state")
 
     def restored_part(self, session: Session, part: int) -> Any:
         """What the rank that held this part of a split model wrote, or None for a run from the beginning."""
-        resume: Checkpoint | None = session.resume
-
-        def read() -> Any:
-            saved = read_own_part(resume, own_part(part))
-            return saved["own"] if saved else None
-
-        return attempt(session.runtime, restoring(resume)(read))
+        return _restored(session, own_part(part), "own")
 
     def restored_own(self, session: Session) -> tuple[Any, list[Any], int]:
         """(what rank 0 wrote as its own or None, what falls to this rank, how many ranks wrote): of what ranks wrote,
@@ -206,6 +194,14 @@ class StepCheckpoints:
         self._asked_s = time.monotonic()
         self._cadence.ask_at = step - int(wishes[3])
         return bool(wishes[0]), bool(wishes[1]), bool(wishes[2])
+
+
+def _restored(session: Session, name: str, key: str) -> Any:
+    def read() -> Any:
+        part = read_own_part(session.resume, name)
+        return part[key] if part else None
+
+    return attempt(session.runtime, restoring(session.resume)(read))
 
 
 def _never() -> bool:
