@@ -150,9 +150,9 @@ def make_plan(request: Request) -> dict[str, Any]:
         )
     counts = _counts(request)
     curves = [_curve(one, conditions, counts, job.batch_size) for one in settings]
-    adaptive = any(word in type(optimizer).__name__ for word in _ADAPTIVE)
+    of = _Planned(request, job, catalogue, optimizer, weights, conditions, runs, within_s)
     asked = settings if request.strategies or not request.best else None
-    options = _options(conditions, counts, catalogue, job, adaptive, within_s, asked, runs)
+    options = _options(of, counts, asked)
     found: dict[str, Any] = {
         "job": job.name,
         "batch": job.batch_size,
@@ -163,7 +163,7 @@ def make_plan(request: Request) -> dict[str, Any]:
         "bytes": dataclasses.asdict(weights) | {"rank": weights.rank_bytes()},
         "curves": curves,
         "assumptions": assumed,
-        "advice": _advice(request, conditions, weights, catalogue, job, options),
+        "advice": _advice(of, options),
     }
     if probed:
         found["probe"] = dataclasses.asdict(probed) | {"network": request.network}
@@ -171,28 +171,35 @@ def make_plan(request: Request) -> dict[str, Any]:
         ranked = merged(rank(options, request.best), request.best)
         found["best"] = {"criterion": request.best, "options": [_row(one) for one in ranked]}
         if request.train:
-            found["best"] |= _trained(request, runs, ranked, conditions, optimizer, within_s)
+            found["best"] |= _trained(of, ranked)
     return found
 
 
-def _trained(
-    request: Request,
-    runs: VirtualRuns,
-    ranked: Sequence[Option],
-    conditions: Conditions,
-    optimizer: Any,
-    within_s: float | None,
-) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    """What is planned: the job on the machine of a request. `within_s`: the time that --best names, if any."""
+
+    request: Request
+    job: Job
+    catalogue: Catalogue
+    optimizer: Any
+    weights: Weights
+    conditions: Conditions
+    runs: VirtualRuns
+    within_s: float | None
+
+
+def _trained(of: _Planned, ranked: Sequence[Option]) -> dict[str, Any]:
     """The first options, trained in virtual time; one device is among them as `allreduce()` on one worker."""
-    lr = float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else None
+    lr = float(of.optimizer.param_groups[0]["lr"]) if "lr" in of.optimizer.param_groups[0] else None
     settings = []
-    for one in ranked[: request.train]:
+    for one in ranked[: of.request.train]:
         strategy = read_strategy(one.text if one.setting else "allreduce()")
         changed = None if lr is None or one.lr_factor == 1 else lr * one.lr_factor
         tell(f"training in virtual time: {one.text} on {one.workers} workers")
         settings.append((strategy, one.workers, changed))
-    choice, rows = runs.train(settings, conditions, within_s)
-    best = rank_trained(rows, choice, request.best or "")
+    choice, rows = of.runs.train(settings, of.conditions, of.within_s)
+    best = rank_trained(rows, choice, of.request.best or "")
     return {"metric": choice.metric, "trained": [one._asdict() for one in best]}
 
 
@@ -432,51 +439,40 @@ def _curve(setting: Setting, conditions: Conditions, counts: list[int], batch: i
     }
 
 
-def _options(
-    conditions: Conditions,
-    counts: list[int],
-    catalogue: Catalogue,
-    job: Job,
-    adaptive: bool,
-    within_s: float | None,
-    settings: list[Setting] | None,
-    runs: VirtualRuns,
-) -> list[Option]:
-    samples = catalogue.num_samples
-    found = [option(None, conditions, 1, adaptive, samples, job.epochs, within_s)]
+def _options(of: _Planned, counts: list[int], settings: list[Setting] | None) -> list[Option]:
+    job, samples = of.job, of.catalogue.num_samples
+    adaptive = any(word in type(of.optimizer).__name__ for word in _ADAPTIVE)
+
+    def on(setting: Setting | None, number: int) -> Option:
+        return option(setting, of.conditions, number, adaptive, samples, job.epochs, of.within_s)
+
+    found = [on(None, 1)]
     for number in counts:
         some = settings
         if some is None:
             closed = candidates(number, samples, job.batch_size)
             some = with_rows(
-                [*closed, *[virtual_setting(text, runs) for text in virtual_candidates(number)]], runs
+                [*closed, *[virtual_setting(text, of.runs) for text in virtual_candidates(number)]], of.runs
             )
         for one in some:
             if one.needs() <= number and number > 1:
                 with contextlib.suppress(UsageError):  # so many workers are refused
-                    found.append(option(one, conditions, number, adaptive, samples, job.epochs, within_s))
+                    found.append(on(one, number))
     return found
 
 
-def _advice(
-    request: Request,
-    conditions: Conditions,
-    weights: Weights,
-    catalogue: Catalogue,
-    job: Job,
-    options: list[Option],
-) -> list[dict[str, str]]:
-    memory = None if request.memory_gib is None else request.memory_gib * GIB
-    samples = catalogue.num_samples
+def _advice(of: _Planned, options: list[Option]) -> list[dict[str, str]]:
+    memory = None if of.request.memory_gib is None else of.request.memory_gib * GIB
+    samples, sample = of.catalogue.num_samples, of.weights.sample
     found = advise(
-        conditions,
-        weights.rank_bytes(),
-        None if weights.sample is None else weights.sample * samples,
+        of.conditions,
+        of.weights.rank_bytes(),
+        None if sample is None else sample * samples,
         memory,
         samples,
-        job.epochs,
+        of.job.epochs,
         options,
-        request.ranks_per_node or 1,
+        of.request.ranks_per_node or 1,
     )
     return [{"question": question, "answer": answer} for question, answer in found]
 
