@@ -7,11 +7,12 @@ and of its own layout, never of which rank reads which part.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -33,6 +34,7 @@ from mpitrain.data.sources.noted import Noted
 from mpitrain.errors import DataError, UsageError
 from mpitrain.system.files.outside import MAX_GIB, Trust
 
+PROBES = 64  # samples looked at to learn what they are like
 MIXED_BYTES = 4 << 30  # a source up to this size is permuted as a whole, a larger one in blocks
 BLOCK_BYTES, WINDOW_BYTES = 1 << 20, 1 << 30
 # What images may lose where somebody accepts it.
@@ -96,6 +98,15 @@ class SourceOptions:
         return [*self.recipe(), *(["max_gib"] if self.max_gib != MAX_GIB else [])]
 
 
+@contextlib.contextmanager
+def needing(what: str, extra: str) -> Iterator[None]:
+    """Around the import of a package that an extra brings: `UsageError` where it is not here."""
+    try:
+        yield
+    except ImportError as error:
+        raise UsageError(f"{what}, which is not here ({error}): pip install 'mpitrain[{extra}]'") from error
+
+
 class Source:
     """Samples with random access; a subclass says `take`, and what `num_samples` and `sample_bytes` are.
 
@@ -120,9 +131,14 @@ class Source:
         """What has happened to the samples that were taken."""
         return Noted()
 
+    @functools.cached_property
+    def left_out(self) -> Noted:
+        """What is there and no sample, for its name."""
+        return Noted()
+
     def remarks(self) -> list[str]:
         """What people should know before the samples are packed, such as files that are left out."""
-        return []
+        return self.left_out.lines()
 
     def look_ahead(self, until: float) -> list[str]:
         """Look for what would end packing late, or training, as long as `time.monotonic` is below `until`; what people
@@ -160,6 +176,10 @@ class Source:
     def take(self, rows: IntArray) -> Columns:
         """The samples of these numbers, in that order."""
         raise NotImplementedError
+
+    def probe(self) -> Columns:
+        """A few samples from all over, which show what the others are like."""
+        return self.take(np.unique(np.linspace(0, self.num_samples - 1, PROBES).astype(np.int64)))
 
     def fingerprint(self) -> str:
         """What identifies its content, as hexadecimal digits."""

@@ -5,17 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from mpitrain.data.format.columns import Columns
-from mpitrain.errors import UsageError
+from mpitrain.data.sources.base import needing
 
 
 def digits() -> Columns:
     """scikit-learn's 1,797 handwritten digits: x float32 (1, 8, 8) in [0, 1], y int64."""
-    try:
+    with needing("`digits` ships with scikit-learn", "data"):
         from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise UsageError(
-            f"`digits` ships with scikit-learn, which is not here ({error}): pip install 'mpitrain[data]'"
-        ) from error
     loaded = load_digits()
     return {"x": (loaded.images / 16).astype(np.float32)[:, None], "y": loaded.target.astype(np.int64)}
 

@@ -28,7 +28,6 @@ OTHERS = (
     "@eaDir",
     "lost+found",
 )  # folders that systems make; those with a dot in front are none either
-PROBES = 64
 VERSION = 2  # of how files become samples: 1 took files as they lay, and everything to RGB
 
 
@@ -51,36 +50,31 @@ class ImageFolder(Source):
 
     def __init__(self, folder: Path, name: str, options: SourceOptions):
         self.name, self._options = name, options
-        self._left_out = Noted()
         self.classes = self._find_classes(folder)
         self._files: list[tuple[Path, int]] = []
         for label, entry in enumerate(self.classes):
             found = self._images_in(folder, folder / entry)
             self._files += [(path, label) for path in found]
             if not found:
-                self._left_out.add("classes have no images and keep their number", str(folder / entry))
+                self.left_out.add("classes have no images and keep their number", str(folder / entry))
         self.num_samples = len(self._files)
         if not self._files:
             raise UsageError(
                 f"{folder}: holds no images; expected one subfolder per class, with images in it"
             )
-        probe = self.take(np.unique(np.linspace(0, self.num_samples - 1, PROBES).astype(np.int64)))
-        self.sample_bytes = sample_bytes(probe)
+        self.sample_bytes = sample_bytes(self.probe())
 
     def _find_classes(self, folder: Path) -> list[str]:
         classes = []
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             if not entry.is_dir():
                 if is_image(entry.name):
-                    self._left_out.add("images lie beside the classes' folders and are left out", entry.path)
+                    self.left_out.add("images lie beside the classes' folders and are left out", entry.path)
             elif _is_no_class(entry.name):
-                self._left_out.add("folders are no classes by their names and are left out", entry.path)
+                self.left_out.add("folders are no classes by their names and are left out", entry.path)
             else:
                 classes.append(entry.name)
         return classes
-
-    def remarks(self) -> list[str]:
-        return self._left_out.lines()
 
     def look_ahead(self, until: float) -> list[str]:
         images = [(str(path), functools.partial(open_regular, path)) for path, _ in self._files]
@@ -104,14 +98,14 @@ class ImageFolder(Source):
         found = []
         for place, folders, names in os.walk(folder):
             for name in filter(_is_no_class, folders):
-                self._left_out.add(
+                self.left_out.add(
                     "folders within classes are left out by their names", os.path.join(place, name)
                 )
             folders[:] = [name for name in folders if not _is_no_class(name)]
             for name in names:
                 path = Path(place, name)
                 if is_apple_double(name) or not is_image(name):
-                    self._left_out.add("files are no images by their names and are left out", str(path))
+                    self.left_out.add("files are no images by their names and are left out", str(path))
                     continue
                 if path.is_symlink():
                     check_inside(root, [path], external)

@@ -15,9 +15,9 @@ from typing import IO, Any
 import numpy as np
 
 from mpitrain.data.format.columns import Array
-from mpitrain.data.sources.base import LOSSES, SourceOptions
+from mpitrain.data.sources.base import LOSSES, SourceOptions, needing
 from mpitrain.data.sources.noted import Noted
-from mpitrain.errors import DataError, UsageError
+from mpitrain.errors import DataError
 from mpitrain.system.files.outside import check_size, gib, reading
 
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")  # Pillow would start Ghostscript for an EPS
@@ -44,12 +44,8 @@ def open_image(content: IO[bytes], name: str) -> Any:
     Raises:
         UsageError: Pillow is not here. DataError: it has more pixels than Pillow decodes.
     """
-    try:
+    with needing("decoding images needs Pillow", "images"):
         from PIL import Image
-    except ImportError as error:
-        raise UsageError(
-            f"decoding images needs Pillow, which is not here ({error}): pip install 'mpitrain[images]'"
-        ) from error
     try:
         return Image.open(content, formats=FORMATS)
     except Image.DecompressionBombError as error:

@@ -32,7 +32,6 @@ from mpitrain.errors import DataError, UsageError
 from mpitrain.system.files.outside import at_home
 from mpitrain.system.files.user_module import run_file
 
-PROBES = 64  # samples looked at to learn what they are like
 STREAM_BATCH = 64
 
 
@@ -63,7 +62,7 @@ class DatasetSource(Source):
         self.num_samples = len(dataset)
         if not self.num_samples:
             raise DataError(f"{name}: holds no samples")
-        self._probe = self.take(np.unique(np.linspace(0, self.num_samples - 1, PROBES).astype(np.int64)))
+        self._probe = self.probe()
         self.sample_bytes = sample_bytes(self._probe)
 
     def take(self, rows: IntArray) -> Columns:

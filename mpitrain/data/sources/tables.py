@@ -16,28 +16,25 @@ import numpy as np
 
 from mpitrain.data.format.columns import Column, Columns, Ragged, check_columns, join, sample_bytes, take
 from mpitrain.data.read.order import IntArray
-from mpitrain.data.sources.base import ArraySource, Selection, Source, SourceOptions, file_fingerprint
-from mpitrain.errors import DataError, UsageError
+from mpitrain.data.sources.base import (
+    ArraySource,
+    Selection,
+    Source,
+    SourceOptions,
+    file_fingerprint,
+    needing,
+)
+from mpitrain.errors import DataError
 from mpitrain.system.files.outside import LARGER, check_regular, check_size, gib, open_regular, reading
 
 WINDOW_BYTES = 512 << 20
 WRITE_PARQUET = "write it anew with pyarrow or pandas"
 
 
-def _pyarrow(what: str) -> Any:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise UsageError(
-            f"{what} needs pyarrow, which is not here ({error}): pip install 'mpitrain[table]'"
-        ) from error
-    return pyarrow
-
-
 def csv_source(paths: list[Path], name: str, options: SourceOptions) -> ArraySource:
     """The rows of CSV files with a line of names each."""
-    _pyarrow("a CSV file")
-    from pyarrow import csv
+    with needing("a CSV file needs pyarrow", "table"):
+        from pyarrow import csv
 
     selection, parts = Selection(options.arrays), []
     for path in paths:
@@ -67,7 +64,8 @@ class ParquetSource(Source):
     """The rows of Parquet files; a row group is read at once."""
 
     def __init__(self, paths: list[Path], name: str, options: SourceOptions):
-        _pyarrow("a Parquet file")
+        with needing("a Parquet file needs pyarrow", "table"):
+            import pyarrow  # noqa: F401
         self.name, self._paths, self._selection = name, paths, Selection(options.arrays)
         self._max_gib = options.max_gib
         self._groups: list[tuple[Any, int, str]] = []

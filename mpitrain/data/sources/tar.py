@@ -30,7 +30,7 @@ from mpitrain.system.files.outside import Trust, open_regular, reading
 
 NUMBERS = ("cls", "index", "id")
 PICKLED = ("pyd", "pickle", "pkl", "pth", "pt")
-MAX_OPEN, PROBES = 32, 64
+MAX_OPEN = 32
 MAX_HEADER_BYTES = 1 << 20
 Place = tuple[int, int, int]  # archive, offset, bytes
 
@@ -42,9 +42,8 @@ class TarSource(Source):
         self.name, self._paths, self._options = name, paths, options
         self._open: OrderedDict[int, int] = OrderedDict()
         self._samples: list[tuple[str, dict[str, Place]]] = []
-        self._left_out = Noted()
         for number, path in enumerate(paths):
-            self._samples += _index(number, path, self._left_out)
+            self._samples += _index(number, path, self.left_out)
         self.num_samples = len(self._samples)
         if not self._samples:
             raise DataError(f"{paths[0]}: holds no files")
@@ -57,8 +56,7 @@ class TarSource(Source):
                 raise UsageError(
                     f"{paths[0]}: .{ending} is pickled Python, which is not executed; leave it out: --arrays"
                 )
-        probe = self.take(np.unique(np.linspace(0, self.num_samples - 1, PROBES).astype(np.int64)))
-        self.sample_bytes = sample_bytes(probe)
+        self.sample_bytes = sample_bytes(self.probe())
 
     def _check_nothing_more(self) -> None:
         """Refuse samples with arrays that the first one lacks, for nothing would be packed of them."""
@@ -69,9 +67,6 @@ class TarSource(Source):
                     f"{self._paths[_first(parts)[0]]}: {key}.{min(more)}: is not in the first sample, "
                     f"{self._samples[0][0]}; every sample needs the same endings, or name those to take: --arrays"
                 )
-
-    def remarks(self) -> list[str]:
-        return self._left_out.lines()
 
     def look_ahead(self, until: float) -> list[str]:
         lines = []
