@@ -58,7 +58,6 @@ class ValidationCadence:
     """Whether a validation is due, asked as often as there may be one; the first question is where the run begins.
 
     Args:
-        agreed: where ranks validate together by the clock: whether they have agreed to do so now.
         clock: in seconds; the only one that a policy in seconds goes by. By default one that stands still.
     """
 
@@ -67,15 +66,12 @@ class ValidationCadence:
     metric = ""  # by which of it
     over = False  # whether one has
     under_way = -1  # the samples at which a validation has begun that is not done
+    # Where ranks validate together by the clock: whether they have agreed to do so now.
+    agreed: Callable[[], bool] | None = None
     _again = False
 
-    def __init__(
-        self,
-        policy: ValidationPolicy = EVERY_EPOCH,
-        agreed: Callable[[], bool] | None = None,
-        clock: Callable[[], float] = float,
-    ):
-        self.policy, self.agreed, self.clock = policy, agreed, clock
+    def __init__(self, policy: ValidationPolicy = EVERY_EPOCH, clock: Callable[[], float] = float):
+        self.policy, self.clock = policy, clock
         self._epochs: int | None = None
         self._samples, self._since_s = 0, 0.0
 

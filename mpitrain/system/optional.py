@@ -7,7 +7,7 @@ checkpoints, its result) is not guarded: a run without them has failed. Nor is a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from mpitrain.system import saying
 
@@ -15,12 +15,11 @@ _told: set[str] = set()
 
 
 @contextlib.contextmanager
-def optional(what: object, tell: Callable[[str], object] | None = None) -> Iterator[None]:
+def optional(what: object) -> Iterator[None]:
     """Go on behind this block, whatever goes wrong in it.
 
     Args:
         what: for people: a file as a rule.
-        tell: takes the one line about it; printed on standard error by default.
     """
     try:
         yield
@@ -28,11 +27,8 @@ def optional(what: object, tell: Callable[[str], object] | None = None) -> Itera
         name = str(what)
         if name not in _told:
             _told.add(name)
-            text = f"warning: {name} cannot be written ({reason(error)}); the run goes on without it"
-            if tell is not None:
-                tell(text)
-            else:
-                saying.tell(f"mpitrain: {text}")
+            why = reason(error)
+            saying.tell(f"mpitrain: warning: {name} cannot be written ({why}); the run goes on without it")
 
 
 def reason(error: BaseException) -> str:

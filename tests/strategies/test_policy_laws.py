@@ -67,9 +67,8 @@ def test_epochs_and_samples_are_crossed_not_met():
     cadence.repeat()
     assert cadence.is_due(8, 0) and not cadence.is_due(8, 0)
     asked = []
-    together = ValidationCadence(
-        ValidationPolicy(seconds=1.0), agreed=lambda: asked.append(1) or len(asked) > 1
-    )
+    together = ValidationCadence(ValidationPolicy(seconds=1.0))
+    together.agreed = lambda: asked.append(1) or len(asked) > 1
     assert [together.is_due(0, 0) for _ in range(3)] == [False, False, True]
 
 

@@ -64,12 +64,7 @@ class ShardCounts:
     ) -> int:
         """A push ends its worker's oldest read, unless the worker will `keep` it for the next; returns its staleness.
         Weight 0 drops it: as `late` when its version was over, as not finite, or for its staleness."""
-        staleness = self.version - self.reads[worker][0]
-        if keep:
-            self._left_in_flight += staleness
-        else:
-            self._take(worker)
-        self.pushed_bytes += num_bytes
+        staleness = self._end_read(worker, num_bytes, keep)
         if finite and weight > 0:
             self.accepted += 1
             self.samples_accepted += num_samples
@@ -84,14 +79,17 @@ class ShardCounts:
 
     def repeat(self, worker: int, num_bytes: int, keep: bool = False) -> None:
         """A push of what this shard has processed before: its read goes unused."""
+        self._tau_lost += self._end_read(worker, num_bytes, keep)
+        self.repeated += 1
+
+    def _end_read(self, worker: int, num_bytes: int, keep: bool) -> int:
         staleness = self.version - self.reads[worker][0]
         if keep:
             self._left_in_flight += staleness
         else:
             self._take(worker)
-        self._tau_lost += staleness
         self.pushed_bytes += num_bytes
-        self.repeated += 1
+        return staleness
 
     def update(self) -> None:
         """What was gathered has been applied: a new version."""

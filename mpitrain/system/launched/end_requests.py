@@ -62,8 +62,8 @@ def take_hup_back() -> None:
 class EndRequests:
     """The TERM and HUP that one process has got. `patient`: no further one ends it at once."""
 
-    def __init__(self, patient: bool | None = None):
-        self.patient = batch_system() is not None if patient is None else patient
+    def __init__(self) -> None:
+        self.patient = batch_system() is not None
         self._first_s: float | None = None
 
     def hear(self, now_s: float) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Generator, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -60,9 +59,8 @@ class Averager:
     Args:
         module, optimizer: the worker's own.
         strategy: when and how to average.
-        group: the workers, default all ranks.
         means: what takes means and counts bytes; by default over `collectives`.
-        collectives: of the workers, by default over `group`.
+        collectives: of the workers, by default all ranks.
     """
 
     def __init__(
@@ -70,13 +68,12 @@ class Averager:
         module: nn.Module,
         optimizer: Optimizer,
         strategy: LocalSGD,
-        group: dist.ProcessGroup | None = None,
         means: Means | MeansElsewhere | None = None,
         collectives: GroupCollectives | None = None,
     ):
         self.module, self.optimizer, self.strategy = module, optimizer, strategy
         if means is None:
-            self.collectives = collectives or GroupCollectives(group)
+            self.collectives = collectives or GroupCollectives()
             means = Means(strategy.wire, self.collectives)
         entries = trainable(module, optimizer)
         self.parameters: list[torch.Tensor] = [parameter for _, parameter, _ in entries]

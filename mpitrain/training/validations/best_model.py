@@ -29,22 +29,17 @@ class Validations(ValidationCadence):
     Args:
         job: its `keep_best` and `patience`.
         run_dir: of the run.
-        policy, agreed: as in `ValidationCadence`.
-        writes: whether this rank keeps the files, where several judge the same figures.
+        policy: as in `ValidationCadence`.
         informs: whether a scheduler goes by what is measured.
     """
 
+    writes = True  # whether this rank keeps the files, where several judge the same figures
+
     def __init__(
-        self,
-        job: Job,
-        run_dir: Path,
-        policy: ValidationPolicy = EVERY_EPOCH,
-        agreed: Callable[[], bool] | None = None,
-        writes: bool = True,
-        informs: bool = False,
+        self, job: Job, run_dir: Path, policy: ValidationPolicy = EVERY_EPOCH, informs: bool = False
     ):
-        super().__init__(policy, agreed, time.monotonic)
-        self.job, self.run_dir, self.writes, self.informs = job, run_dir, writes, informs
+        super().__init__(policy, time.monotonic)
+        self.job, self.run_dir, self.informs = job, run_dir, informs
         self.best_by, self.may_end, self.metric = job.best_by, job.patience is not None, job.goes_by
         self._found: dict[str, Any] | None = None
 
