@@ -147,6 +147,7 @@ class Runtime(Ranks):
         self.communicators: list[MPI.Comm] = []  # more to revoke when the job ends under ULFM
         self.torch_ranks: tuple[int, ...] = ()  # torch's ranks as MPI's, once there is a process group
         self.groups: list[Group] = []  # process groups that this rank has not left
+        self.some_have_groups = False  # and others none, as all of them know
         # What this MPI and this launch can do.
         self.library = MPI.Get_library_version().strip("\0\n ").splitlines()[0]
         self.allreduce_plan = Plan(self.nodes, self.library)
@@ -340,7 +341,7 @@ class Runtime(Ranks):
         rank_status.reach(rank_status.ENDED, self.exit_code)
         if self.evicted or self.lost:
             abort.end_without_finalize(self)
-        had_groups = bool(self.groups)
+        had_groups = self.some_have_groups or bool(self.groups)
         for group in list(self.groups):
             group.leave()
         try:

@@ -151,16 +151,19 @@ class MpiWorld:
         """Run `role` up to its next `Compute`, which the caller carries out; None at its end."""
         if not self._started:
             self.start()
-        while True:
-            try:
-                effect = role.send(answer)
-            except StopIteration as end:
-                self._returned = end.value
-                self._leave()
-                return None
-            if isinstance(effect, Compute):
-                return effect
-            answer = self._answer(effect)
+        with (
+            self.engine.exclusive()
+        ):  # a program with a process group of its own has another thread drive MPI
+            while True:
+                try:
+                    effect = role.send(answer)
+                except StopIteration as end:
+                    self._returned = end.value
+                    self._leave()
+                    return None
+                if isinstance(effect, Compute):
+                    return effect
+                answer = self._answer(effect)
 
     def _answer(self, effect: Effect) -> Any:
         if isinstance(effect, Send):

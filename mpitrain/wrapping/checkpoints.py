@@ -111,6 +111,18 @@ class LoopRun:
             tell(text)
         return identity
 
+    def close(self, run_dir: Path) -> None:
+        """Give back the lock of a directory that no more is written to."""
+        if run_dir in self.locks:
+            self.locks.pop(run_dir).release()
+
+    def tidy(self, run_dir: Path, keep: int, step: int, identity: Identity) -> None:
+        """After the first part of the checkpoint at `step`; `keep` of 0: nothing else is ever written there."""
+        if keep:
+            prune(run_dir, keep, step, identity)
+        else:
+            self.close(run_dir)
+
 
 @dataclasses.dataclass
 class Saver:
@@ -149,7 +161,7 @@ class Saver:
         except TypeError as error:
             raise UsageError(f"save: {error}; give numbers, texts, lists, dicts and tensors") from error
         if self.parts:
-            prune(run_dir, keep, step, identity)
+            self.run.tidy(run_dir, keep, step, identity)
 
 
 def about_loop(strategy: Strategy, model: torch.nn.Module, num_workers: int) -> dict[str, Any]:
@@ -250,7 +262,7 @@ def write_shard(
             tell(f"mpitrain: warning: {error}")
             return
         if parts:
-            prune(run_dir, asked["keep"], order.checkpoint_at, identity)
+            run.tidy(run_dir, asked["keep"], order.checkpoint_at, identity)
 
     return write
 

@@ -16,7 +16,6 @@ from mpitrain.errors import UsageError
 from mpitrain.model.in_place import InPlaceGuard, held_alike
 from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.wire.codec_registry import check_optimizer
-from mpitrain.mpi.process_group.process_group import init_default_group
 from mpitrain.mpi.runtime import Runtime
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.part_names import own_part
@@ -32,6 +31,7 @@ from mpitrain.wrapping.checkpoints import (
     loop_state,
 )
 from mpitrain.wrapping.exchange import Exchange
+from mpitrain.wrapping.membership import make_group
 
 
 def join_ddp(
@@ -62,7 +62,7 @@ def join_ddp(
     share_module(runtime, model)
     if number == 0:
         keep_allreduce(runtime, found, about)
-        init_default_group(runtime)
+        make_group(runtime)
     exchange = Exchange(model, strategy.codec, find_unused)
     hook = exchange.hook
     in_place = InPlaceGuard([*model.named_parameters()], "")

@@ -48,9 +48,19 @@ class Exchange:
             (name, one, torch.autograd.graph.get_gradient_edge(one).node) for name, one in trained
         ]
         self._awaited: set[int] = set()  # parameters that the exchange under way has not reached
-        for number, (*_, node) in enumerate(self._trained):
+        self._hooks = [
             node.register_prehook(functools.partial(self._reach, number))
+            for number, (*_, node) in enumerate(self._trained)
+        ]
         _EXCHANGES[model] = self
+
+    def end(self) -> None:
+        """From here on backward passes are this rank's own."""
+        for hook in self._hooks:
+            hook.remove()
+        self.parallel = None
+        gc.collect()  # DDP's own hooks hang on the parameters for as long as it lives
+        _EXCHANGES.pop(self.model, None)
 
     def turn(self, on: bool) -> None:
         """Let the backward passes to come exchange gradients, or not."""
@@ -119,6 +129,12 @@ class Exchange:
 def _views(model: nn.Module, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """What DDP follows from a forward pass back to the parameters that it has used."""
     return [one.view_as(one) for one in parameters]
+
+
+def end_exchanges() -> None:
+    """Of all models of this process."""
+    for exchange in list(_EXCHANGES.values()):
+        exchange.end()
 
 
 def answer_as_ddp(model: nn.Module) -> None:

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from mpitrain.errors import LostRankError, NonFiniteError, UsageError
 from mpitrain.model.optimizers.optimizer import Rates, check_closure
 from mpitrain.model.wire.flat import all_finite
-from mpitrain.mpi.process_group.process_group import init_default_group
 from mpitrain.mpi.runtime import Runtime
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.part_names import own_part
@@ -34,6 +33,7 @@ from mpitrain.wrapping.checkpoints import (
 )
 from mpitrain.wrapping.delegating import DelegatingOptimizer
 from mpitrain.wrapping.exchange import Exchange
+from mpitrain.wrapping.membership import make_group
 
 
 class LocalSGDOptimizer(DelegatingOptimizer):
@@ -149,7 +149,7 @@ def join_local_sgd(
     share_module(runtime, model)
     if number == 0:
         keep_allreduce(runtime, found, about)
-        init_default_group(runtime)
+        make_group(runtime)
     averager = Averager(model, optimizer, strategy)
     exchange = Exchange(model, find_unused=find_unused) if strategy.start else None
     part, rates = own_part(runtime.rank), Rates(optimizer)

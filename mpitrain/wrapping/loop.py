@@ -64,6 +64,7 @@ class _Wrapped:
     strategy: Strategy
     resume: ResumeFrom = None
     watchdog: LoopWatchdog | None = None
+    finished: bool = False
 
 
 ResumeFrom: TypeAlias = "str | os.PathLike[str] | None"
@@ -239,6 +240,7 @@ def finish() -> None:
     current = _current()
     for optimizer in current.optimizers:
         optimizer.finish()
+    current.finished = True
     if current.watchdog is not None:
         current.watchdog.__exit__()
 

@@ -10,7 +10,7 @@ timeout is raised where its Work or future is waited for, in DDP's C++ too.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,9 +31,19 @@ from mpitrain.torch_backend import BACKEND
 _kept: SharedStore | None = None  # torch's C++ holds the half of it that is C++'s own
 
 
-def init_default_group(runtime: Runtime) -> None:
-    """Make the default torch.distributed group of all ranks; from here on a communication thread owns MPI."""
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=runtime.rank, world_size=runtime.size)
+def init_default_group(runtime: Runtime, members: Sequence[int] | None = None) -> None:
+    """Make the default torch.distributed group of all ranks; from here on a communication thread owns MPI.
+
+    Args:
+        members: of the group, in the order of torch's ranks, where some ranks stay outside. All ranks call this.
+    """
+    ranks = tuple(range(runtime.size) if members is None else members)
+    if len(ranks) < runtime.size:
+        runtime.torch_ranks, runtime.some_have_groups = ranks, True
+    if runtime.rank in ranks:
+        dist.init_process_group(
+            BACKEND, store=dist.HashStore(), rank=ranks.index(runtime.rank), world_size=len(ranks)
+        )
 
 
 @contextlib.contextmanager
@@ -175,12 +185,15 @@ def creating(kind: "type[MpiProcessGroup]") -> Iterator[None]:
 def _members_of_a_part(options: Any) -> list[int]:
     """The MPI ranks of a default group of fewer ranks than MPI has, in the order of torch's; the members alone meet, in
     the store that they were given. Empty for any other group."""
-    known = started() or MPI.COMM_WORLD
+    runtime = started()
+    known = runtime or MPI.COMM_WORLD
     size, rank = known.size, known.rank
     if options.global_ranks_in_group or options.group_size >= size:
         return []
     store, timeout = options.store, options.timeout
     if isinstance(getattr(store, "_underlying_non_prefix_store", store), dist.HashStore):
+        if runtime is not None and len(runtime.torch_ranks) == options.group_size:
+            return [*runtime.torch_ranks]  # `init_default_group` has named them
         raise UsageError(_no_meeting(options.group_size))
     store.set(f"mpi-rank-{options.group_rank}", str(rank))
     try:
