@@ -12,7 +12,8 @@
 #                                                                    (options: make pairs ARGS="'ema | compile'")
 #   make test-torch  torch's own tests of torch.distributed, over gloo and over mpi4py; a quarter of an hour
 #                                                                    (options: make test-torch ARGS="--columns gloo:2 mpi4py:2")
-#   make clients     programs of Lightning, Accelerate, the HF Trainer and Heat, over gloo and over mpi4py
+#   make clients     programs of Lightning, Accelerate, the HF Trainer and Heat, over gloo and over mpi4py, and the first
+#                    three under strategies of this package
 #   make gpu         on a machine with a GPU: what needs one, device tensors over MPI as it is and by way of the host, and
 #                    what exchanges and steps cost there; writes tests/gpu.txt and benchmarks/results/gpu.jsonl
 #                                                                    (options: make gpu GPU_PYTHON=python3: the site's own)
@@ -103,9 +104,11 @@ test-torch: $(VENV)/.installed-test
 # tests/clients.txt, which is committed.
 CLIENTS := build/clients
 clients: $(CLIENTS)/.installed $(VENV_MPICH)/.installed
+	rm -f $(CLIENTS)/table.txt
 	set -o pipefail; { git rev-parse --short HEAD; PYTHONPATH=$(abspath $(CLIENTS)) MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) \
-	    $(VENV)/bin/python -m pytest tests/clients $(ARGS); } | tee $(VENV)/clients.log; code=$$?; \
-	{ head -1 $(VENV)/clients.log; tail -1 $(VENV)/clients.log; } > tests/clients.txt; exit $$code
+	    MPITRAIN_CLIENTS_TABLE=$(abspath $(CLIENTS))/table.txt $(VENV)/bin/python -m pytest tests/clients $(ARGS); } \
+	    | tee $(VENV)/clients.log; code=$$?; \
+	{ head -1 $(VENV)/clients.log; tail -1 $(VENV)/clients.log; sort $(CLIENTS)/table.txt; } > tests/clients.txt; exit $$code
 
 # What needs a GPU, and files of tests whose ranks may compute on one. What it printed last goes to tests/gpu.txt, which is
 # committed, and figures to benchmarks/results; of MPI that adds device memory itself only where it says that it can.
