@@ -387,14 +387,26 @@ FEATURES = (
                 "the mean gradient of all workers, once a step of each optimizer",
             ),
             Row(
+                ("localsgd(period=2)", 'sync(optimizer="worker")', 'async(optimizer="worker")', "elastic()"),
+                "each worker's own gradients and optimizers; how far they have gone together is averaged, or pushed",
+            ),
+            Row(
                 (
-                    *_APART,
-                    "sharded()",
-                    "tensor(parallel=2)",
-                    _PIPELINE,
+                    "sync()",
+                    "backup()",
+                    "async()",
+                    "async(servers=2)",
+                    "softsync(updates=2)",
+                    "ssp(bound=3)",
+                    "bounded(staleness=2)",
                 ),
-                "a step function takes several steps in a batch, each from where the one before has led, and here a "
-                "batch is one gradient",
+                "a step function takes several steps in a batch, each from where the one before has led, and to "
+                'servers a batch is one gradient; use `optimizer="worker"`',
+                "to servers a batch is one gradient",
+            ),
+            Row(
+                ("decentralized()", "sharded()", "tensor(parallel=2)", _PIPELINE),
+                "here a batch is one gradient",
                 "a batch is one gradient",
             ),
             Row(

@@ -298,9 +298,8 @@ def scheduled(fields):
         "loss": {"nested": nested_loss},
         "metrics": METRICS,
     }
-    fields = fields | {
-        key: named[fields[key]] for key, named in names.items() if isinstance(fields.get(key), str)
-    }
+    given = {key: fields[key] for key in names if isinstance(fields.get(key), str)}
+    fields = fields | {key: names[key][name] for key, name in given.items() if name in names[key]}
     fields |= {"data": DATA[fields["data"]]()} if fields.get("data") in DATA else {}
     return fields | BY_TURNS if "step" in fields else fields
 

@@ -94,8 +94,9 @@ class Job:
             predict` writes; None: what the model returns for `x`, or for the only value.
         step: with several optimizers: `step(model, optimizers, batch)` computes what is to be minimized, calls
             `backward()` and `optimizers[name].step()`, which steps with the mean gradient of all workers, and
-            `zero_grad()`; it returns the loss to report, or losses by name. Under `allreduce()`. `loss` is then what
-            validation measures, and may be None without one.
+            `zero_grad()`; it returns the loss to report, or losses by name. Under `allreduce()`, and with steps of each
+            worker's own under `localsgd()` and servers with `optimizer="worker"`. `loss` is then what validation
+            measures, and may be None without one.
         epochs: passes over the data; batch_size: samples per worker and step; that of the `DataLoader`, else 32.
         strategy: how workers agree; `AllReduce()` if None.
         schedule: factor on the learning rate by progress in samples, such as `Gradual(epochs=5)`, or a function of
@@ -344,15 +345,9 @@ class Job:
                 )
         if not self.optimizer:
             raise UsageError("Job: optimizer names no optimizer")
-        if self.accumulate > 1:
+        if self.precision == "float16":
             raise UsageError(
-                f"Job: accumulate={self.accumulate}: the step function steps once a batch; add up gradients in it, or "
-                "give a larger batch_size"
-            )
-        if self.precision != "float32":
-            raise UsageError(
-                f"Job: precision={self.precision!r}: the step function computes what it likes; enter torch.autocast "
-                "in it, around the forward passes"
+                "Job: precision='float16' scales the loss, which a step function takes backward itself: use 'bfloat16'"
             )
         if self.find_unused_parameters is not None:
             raise UsageError(

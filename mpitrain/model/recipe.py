@@ -109,6 +109,7 @@ class GradientRule:
         precision: in which the loss is computed.
         part_samples: that are computed at once, where a lease is more than one batch; 0: a lease is one.
         clipping, noise: of each worker's own gradient.
+        step: the job's step function in place of a loss, where it has one.
     """
 
     loss: Loss = brought_by_loop
@@ -117,6 +118,7 @@ class GradientRule:
     part_samples: int = 0
     clipping: Clipping = NO_CLIPPING
     noise: Noise = NO_NOISE
+    step: Callable[[Any, Any, Batch], Any] | None = None
 
     @functools.cached_property  # asked at every batch
     def shapes(self) -> bool:
@@ -164,12 +166,14 @@ class Gradients:
             self.shape([one.grad for one in model.owners() if one.grad is not None])
         return mean
 
-    def shape(self, gradient: list[torch.Tensor]) -> None:
-        """Make the gradient of the step that was seeded last what others are to see, in place, if it is finite."""
+    def shape(self, gradient: list[torch.Tensor], number: int = 0) -> None:
+        """Make the gradient of the step that was seeded last what others are to see, in place, if it is finite;
+        `number`: of several that a step has."""
         if self.rule.shapes and all_finite(gradient):
             self.rule.clipping.clip(gradient)
             if self.rule.noise:
-                self.rule.noise.add(gradient, [f"worker {self.worker}/{self.step}"] * len(gradient))
+                key = f"worker {self.worker}/{self.step}" + (f"/{number}" if number else "")
+                self.rule.noise.add(gradient, [key] * len(gradient))
 
 
 @dataclass(frozen=True)

@@ -195,6 +195,11 @@ class Strategy(Value):
         return self.warmup.epochs > 0
 
     @property
+    def begins_together(self) -> bool:
+        """Whether gradients are averaged in the first steps, and not later."""
+        return False
+
+    @property
     def period_steps(self) -> int:
         """From one averaging to the next, where that is counted in steps."""
         return 1

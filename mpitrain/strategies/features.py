@@ -39,6 +39,7 @@ UNUSED_IN_PARTS = (
     "allreduce() cannot accumulate where the loss leaves out parameters in some batches: DDP exchanges the gradients "
     "of those that the last batch uses; give a larger batch_size, or use sync()"
 )
+_SEVERAL_STEPS = "a step function takes several steps in a batch, each from where the one before has led"
 _CORRECTED = Rule(
     lambda one: one.clips_mean and bool(one.correction),
     "{one.correction} changes gradients before their mean is clipped, and here no gradient is ever stale: leave "
@@ -141,14 +142,19 @@ REFUSED: dict[str, tuple[Rule, ...]] = {
              "validate_every in epochs or samples"),
     ),
     "step": (
-        Rule(always, "a step function with several optimizers exchanges gradients in its middle, while it draws from "
-             "the one random generator of the process: run it over MPI", (THREADS,), "--threads: {why}"),
+        Rule(lambda one: one.all_reduces, "a step function with several optimizers exchanges gradients in its middle, "
+             "while it draws from the one random generator of the process: run it over MPI, or under localsgd()",
+             (THREADS,), "--threads: {why}"),
         Rule(lambda one: one.codes_allreduce, "a codec codes the gradients of one backward pass a step; use "
              "allreduce() without one"),
-        Rule(lambda one: not one.all_reduces, "a step function takes several steps in a batch, each from where the one "
-             "before has led, and here a batch is one gradient; use allreduce()"),
-        Rule(always, "the step function averages gradients in the middle of a step, and in virtual time ranks compute "
-             "one after another: use `mpitrain train`", (VIRTUAL,)),
+        Rule(lambda one: one.begins_together, "in its first steps gradients are averaged in the middle of a step, and "
+             "later not: leave start out, or use allreduce()"),
+        Rule(lambda one: one.has_servers and not (one.elastic or one.steps_on_workers), f"{_SEVERAL_STEPS}, and to "
+             'servers a batch is one gradient; use optimizer="worker" of this strategy, localsgd() or allreduce()'),
+        Rule(lambda one: one.splits_model or (one.sends_messages and not one.has_servers), f"{_SEVERAL_STEPS}, and "
+             'here a batch is one gradient; use allreduce(), localsgd() or async(optimizer="worker")'),
+        Rule(lambda one: one.all_reduces, "the step function averages gradients in the middle of a step, and in "
+             "virtual time ranks compute one after another: use `mpitrain train`", (VIRTUAL,)),
     ),
     "sync_batchnorm": (
         Rule(always, "sync_batchnorm exchanges statistics in the middle of a forward pass through torch.distributed, "

@@ -111,6 +111,10 @@ class LocalSGD(Strategy):
         return True  # nothing is coded or pushed: each worker steps with what is clipped, its own or the mean
 
     @property
+    def begins_together(self) -> bool:
+        return self.start > 0
+
+    @property
     def period_steps(self) -> int:
         return self.period if self.unit == "steps" else 1
 

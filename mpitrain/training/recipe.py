@@ -29,7 +29,7 @@ def recipe_of(job: Job | None, strategy: Strategy, num_workers: int, epoch_sampl
     assert schedule is None or isinstance(schedule, Schedule), "a job makes a value of a function"
     part_samples = strategy.samples_at_once(job.part_samples, num_workers)
     return Recipe(
-        GradientRule(job.loss, job.seed, job.precision, part_samples, own, own_noise),
+        GradientRule(job.loss, job.seed, job.precision, part_samples, own, own_noise, job.step),
         UpdateRule(
             stepped, schedule, job.scheduler, job.ema, job.on_nonfinite, epoch_samples,
             law_of(job, epoch_samples, num_workers), stepped_noise, job.goes_by,

@@ -13,6 +13,7 @@ from mpitrain.training.measure import build, same_model
 from tests import toy
 from tests.mpi import gan
 from tests.mpi.cases import launch_program
+from tests.virtual.test_step_functions import accumulated, by_hand
 
 
 @pytest.fixture(scope="module", params=[1, 3])
@@ -35,6 +36,25 @@ def test_a_gan_as_a_job_trains_as_in_one_process(launched, name, clip_norm):
     assert_close(found, expected)
     if json.loads((path / name / "result.json").read_text())["workers"] == 1:
         assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_step_of_several_batches_is_one_process_with_those_of_all(launched):
+    path, _ = launched
+    num_ranks = json.loads((path / "accumulated" / "result.json").read_text())["workers"]
+    expected = accumulated(2, gan.BATCH // num_ranks // 2, num_ranks)
+    assert_close(load_file(path / "accumulated" / "model.safetensors"), expected)
+
+
+def test_workers_that_step_by_themselves_are_averaged_or_replayed(launched, tmp_path):
+    path, _ = launched
+    for run in sorted(path.glob("job *")):
+        num_workers = json.loads((run / "result.json").read_text())["workers"]
+        if "async" in run.name:
+            job = gan.make_job(batch_size=4, data=toy.Memory(24))
+            again = mt.simulate(job, replay=str(run), run_dir=str(tmp_path), quiet=True)
+            assert again["replay_identical"] and num_workers == 2
+        else:
+            assert_close(load_file(run / "model.safetensors"), by_hand(num_workers, 4), 1e-11)
 
 
 def test_options_of_a_job_act_on_all_its_optimizers(launched):
@@ -88,12 +108,8 @@ def test_mistakes_of_such_jobs_are_reported_by_name():
         toy.make_job(optimizer={"0": toy.sgd})
     with pytest.raises(UsageError, match="step is called with"):
         gan.make_job(step=lambda model: None)
-    for changes, words in (
-        ({"accumulate": 2}, "steps once a batch"),
-        ({"precision": "bfloat16"}, "enter torch.autocast"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            gan.make_job(**changes)
+    with pytest.raises(UsageError, match="takes backward itself"):
+        gan.make_job(precision="float16")
     with pytest.raises(UsageError, match="no part of this name; it has 'generator', 'discriminator'"):
         build(gan.make_job(optimizer={"critic": toy.sgd}), None, torch.device("cpu"))
     shared = nn.Linear(2, 2)
@@ -102,6 +118,6 @@ def test_mistakes_of_such_jobs_are_reported_by_name():
     )
     with pytest.raises(UsageError, match="'a' and 'b' hold the same parameter"):
         build(twice, None, torch.device("cpu"))
-    for strategy in (mt.Async(), mt.LocalSGD(), mt.Decentralized()):
-        with pytest.raises(UsageError, match=r"several optimizers: .*use allreduce\(\)"):
+    for strategy in (mt.Async(), mt.LocalSGD(start=2), mt.Decentralized()):
+        with pytest.raises(UsageError, match=r"several optimizers: .*use .*allreduce\(\)"):
             mt.simulate(gan.make_job(), strategy)

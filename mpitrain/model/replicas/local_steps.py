@@ -14,8 +14,10 @@ A batch whose gradient is not finite moves nothing; its push is flagged, and the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim import SGD, Optimizer
 
 from mpitrain.errors import UsageError
@@ -80,10 +82,21 @@ class LocalSteps:
         gradients = [p.grad for p in self.model.parameters if p.grad is not None]
         if not all_finite(gradients):
             return False
+        return self.move(lambda: self._own_step() is not self)
+
+    @torch.no_grad()
+    def move(self, go: Callable[[], bool]) -> bool:
+        """Let `go` move the parameters, and take up by how much; False, and nothing is moved, where it says so."""
         before = [pool.take() for pool in self._pools]
         for buffer, now in zip(before, self.model.current(), strict=True):
             buffer.body.copy_(now.body)
-        self._own_step()
+        with torch.enable_grad():
+            is_good = go()
+        if not is_good:
+            for shard, buffer in enumerate(before):
+                self.model.install(shard, buffer)
+                buffer.release()
+            return False
         if self.pushes == "parameters":
             self._drop()
             self._moved = before

@@ -23,6 +23,7 @@ from mpitrain.model.gradient.accumulation import LeaseReader
 from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.local_sgd.averager import Ask, Averager
+from mpitrain.training.local_sgd.joint_replica import replica_of
 from mpitrain.training.local_sgd.means import CASTS, by_kind, equal_parts
 from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.measure import build_optimizer, read_nothing_ahead
@@ -62,7 +63,7 @@ def make_replicas(
             compile_in_place(own, job.compile)  # a copy is not
         optimizer = build_optimizer(job, own, lr)
         averager = Averager(own, optimizer, strategy, means=means.shares[rank])
-        replica = LocalReplica(
+        replica = replica_of(job.step is not None)(
             averager, leases.read, job, recipe, rank, measure=make_measure(own),
         )  # fmt: skip
         replica.train(own, Rates(optimizer))

@@ -12,6 +12,7 @@ import torch
 
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.local_sgd.averager import Ask, Averager
+from mpitrain.training.local_sgd.joint_replica import replica_of
 from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.session import Session, attempt
@@ -38,7 +39,7 @@ class LocalSGDTrainer(CopyingTrainer):
         session, strategy = self.session, self.session.strategy
         assert isinstance(strategy, LocalSGD)
         self.averager = Averager(self.module, self.optimizer, strategy, collectives=self.collectives)
-        replica = LocalReplica(
+        replica = replica_of(session.job.step is not None)(
             self.averager, self._parts, session.job, self.recipe, self.rank, session.runtime.where, self.set_measure,
         )  # fmt: skip
         # what averages gradients in the backward pass, as long as all step together; threads do so after it

@@ -10,18 +10,15 @@ so it may run through parts of the model that another optimizer trains.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Mapping
-from typing import Any
+from collections.abc import Container, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
-from mpitrain.data.read.batch_mistakes import explaining
-from mpitrain.errors import UsageError
-from mpitrain.model.gradient.loss_pass import naming_itself
+from mpitrain.data.read.batch import Batch
 from mpitrain.model.gradient.sparse_gradients import numbers_of_gradients, sparse_parameters
+from mpitrain.model.gradient.step_function import StepFunction
 from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.optimizers.several_optimizers import SeveralOptimizers
 from mpitrain.model.wire.flat import all_finite
@@ -31,69 +28,25 @@ from mpitrain.training.synchronous.stepper import Parts, Stepper
 from mpitrain.training.synchronous.trainer import CopyingTrainer
 
 
-class NamedOptimizer:
-    """An optimizer as the step function sees it: its own but for `step`.
-
-    Args:
-        prepare: makes its gradients those of all ranks; returns whether it is to step with them.
-    """
-
-    def __init__(self, optimizer: Optimizer, prepare: Callable[[list[nn.Parameter]], bool]):
-        self.optimizer, self._prepare = optimizer, prepare
-
-    def step(self) -> None:
-        """One step with the mean gradient of all ranks."""
-        groups = self.optimizer.param_groups
-        if self._prepare([one for group in groups for one in group["params"] if one.requires_grad]):
-            with trace.span("optimizer", trace.OPTIMIZER):
-                self.optimizer.step()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
-
-
-class JointStepper(Stepper):
-    """The stepper of such a job.
-
-    Attributes:
-        losses: by name, where the step function returns several.
-    """
+class JointSteps(Stepper):
+    """A stepper whose steps are those of a job's step function, each rank by itself."""
 
     def train(self, module: nn.Module, rates: Rates, parallel: ParallelModule | None = None) -> None:
         super().train(module, rates, parallel)
-        assert isinstance(rates.optimizer, SeveralOptimizers)
-        self.optimizers = {
-            name: NamedOptimizer(one, self._prepare) for name, one in rates.optimizer.optimizers.items()
-        }
-        self.losses: dict[str, float] = {}
-        self._sparse = sparse_parameters(module)
+        rule, optimizers = self.recipe.gradient, rates.optimizer
+        assert rule.step is not None and isinstance(optimizers, SeveralOptimizers)
+        self.turns = StepFunction(rule.step, rule.precision, optimizers, self._prepare)
         self._share = 1.0  # of the samples of the step
-        self._num_prepared, self._refused = 0, False
+        self._num_prepared, self._is_refused = 0, False
 
     def take_step(self, parts: Parts, share: int, count: int) -> float:
-        assert self.job.step is not None
-        ((batch, _),) = self._awaited(iter(parts))
-        assert batch is not None
-        self._part, self._share = 0, share / count
-        self._num_prepared, self._refused = 0, False
-        self.seed()
+        self._share, self._num_prepared, self._is_refused = share / count, 0, False
         self.optimizer.zero_grad(set_to_none=True)
         began_s, waited_s = time.monotonic(), self._waited_s
         self.before_forward()
-        self.module.train()
-        with (
-            trace.span("step function", trace.COMPUTE),
-            naming_itself(self.module),
-            explaining("Job: step", batch, UsageError),
-        ):
-            value, self.losses = _read_losses(self.job.step(self.module, self.optimizers, batch))
-        if not self._num_prepared:
-            raise UsageError(
-                "Job: the step function has stepped none of its optimizers; call optimizers[name].step() after the "
-                "backward pass"
-            )
+        value = self.turns.run(self.module, self._batches(parts), share, self._seed_part)
         self.compute_s += time.monotonic() - began_s - (self._waited_s - waited_s)
-        if self._refused:
+        if self._is_refused:
             self.on_nonfinite(value, count)
         else:
             self.update_ema()
@@ -101,24 +54,51 @@ class JointStepper(Stepper):
         self.step += 1
         return value
 
+    def _batches(self, parts: Parts) -> Iterator[tuple[Batch, int]]:
+        for batch, count in self._awaited(iter(parts)):
+            assert batch is not None
+            yield batch, count
+
+    def _seed_part(self, part: int) -> None:
+        self._part = part
+        self.seed()
+
     def _prepare(self, parameters: list[nn.Parameter]) -> bool:
         if not self._num_prepared:
             self.before_update()
             self.follow_schedule()
         self._num_prepared += 1
-        if self._refused and self.recipe.update.on_nonfinite == "stop":
+        if self._is_refused and self.recipe.update.on_nonfinite == "stop":
             return False
+        self.average(parameters)
+        gradients = numbers_of_gradients(parameters)
+        finite = all_finite(gradients)
+        if finite:
+            self.updates.shape(lambda: gradients)
+        self._is_refused = self._is_refused or not finite
+        return finite
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        """Make their gradients those of all ranks, where all step together."""
+
+    def named_losses(self) -> dict[str, float]:
+        """What a row of progress says of them."""
+        return {f"loss_{name}": value for name, value in self.turns.losses.items()}
+
+
+class JointStepper(JointSteps):
+    """The same with the mean gradient of all ranks."""
+
+    def train(self, module: nn.Module, rates: Rates, parallel: ParallelModule | None = None) -> None:
+        super().train(module, rates, parallel)
+        self._sparse = sparse_parameters(module)
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
         began_s = time.monotonic()
         if dist.get_world_size() > 1:
             with trace.span("mean gradient", trace.COMMUNICATION):
                 mean_gradients(parameters, self._share, self._sparse)
         self._waited_s += time.monotonic() - began_s
-        gradients = numbers_of_gradients(parameters)
-        finite = all_finite(gradients)
-        if finite:
-            self.updates.shape(lambda: gradients)
-        self._refused = self._refused or not finite
-        return finite
 
 
 @torch.no_grad()
@@ -153,22 +133,6 @@ def _of(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def _read_losses(returned: object) -> tuple[float, dict[str, float]]:
-    """The loss to report, of several their sum, and those by name."""
-    named: Mapping[str, Any] = returned if isinstance(returned, Mapping) else {"": returned}
-    losses = {}
-    for name, value in named.items():
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.item()
-        if not isinstance(value, int | float):
-            raise UsageError(
-                "Job: the step function must return the loss to report, one number, or losses by name, got "
-                f"{type(value).__name__}{f' for {name!r}' if name else ''}"
-            )
-        losses[name] = float(value)
-    return sum(losses.values()), {name: value for name, value in losses.items() if name}
-
-
 class JointTrainer(CopyingTrainer):
     """The run of one rank. A step that was broken off may have stepped some of the optimizers."""
 
@@ -180,4 +144,4 @@ class JointTrainer(CopyingTrainer):
 
     def statistics(self) -> dict[str, float]:
         assert isinstance(self.stepper, JointStepper)
-        return {f"loss_{name}": value for name, value in self.stepper.losses.items()}
+        return self.stepper.named_losses()

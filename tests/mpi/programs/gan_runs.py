@@ -14,13 +14,14 @@ from mpitrain.mpi.process_group.process_group import leave_default_group
 from mpitrain.mpi.runtime import start
 from mpitrain.values import parse
 from mpitrain.wrapping import loop
+from tests import toy
 from tests.mpi import gan
 
 runtime, root = start(), Path(sys.argv[1])
 
 
 def train(name, **changes):
-    job = gan.make_job(batch_size=gan.BATCH // runtime.size, **changes)
+    job = gan.make_job(**{"batch_size": gan.BATCH // runtime.size} | changes)
     mt.train(job, mt.AllReduce(), run_dir=str(root / name), quiet=True)
 
 
@@ -56,6 +57,12 @@ train("plain", log_every=1)
 train("clipped", clip_norm=0.1)
 train("scheduled", scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
 train("checkpointed", checkpoint_every="24", keep_checkpoints=9, ema=0.5)
+train("accumulated", accumulate=2, batch_size=gan.BATCH // runtime.size // 2, data=toy.Memory(24))
+for text in ("localsgd(period=1)", 'sync(optimizer="worker")', 'async(optimizer="worker")'):
+    strategy = parse(text, "strategy")
+    if runtime.size > strategy.num_servers():
+        job = gan.make_job(batch_size=4, data=toy.Memory(24))
+        mt.train(job, strategy, run_dir=str(root / f"job {text}"), quiet=True)
 if runtime.rank == 0:
     folder = min((one.folder for one in candidates(root / "checkpointed", [])), key=lambda one: int(one.name))
     shutil.copytree(folder, root / "cut" / "checkpoints" / folder.name)
