@@ -39,10 +39,16 @@ class Console:
         if share is not None:
             filled = round(min(share, 1.0) * 20)
             bar = f"{min(share, 1.0):4.0%} [{'=' * filled}{' ' * (20 - filled)}] "
-        left = f" {_minutes(left_s)} left" if left_s is not None else ""
-        width = (self._columns or shutil.get_terminal_size().columns) - 1  # a full line would wrap and scroll
-        self._say("\r" + f"{bar}{text}{left}"[:width] + "\x1b[K")
+        left = f" {minutes(left_s)} left" if left_s is not None else ""
+        self._say("\r" + f"{bar}{text}{left}"[: self.width] + "\x1b[K")
         self._drawn = True
+
+    @property
+    def width(self) -> int | None:
+        """Letters that fit on a line of the terminal; None in a log."""
+        if not self.is_terminal:
+            return None
+        return (self._columns or shutil.get_terminal_size().columns) - 1  # a full line would wrap and scroll
 
     def event(self, text: str) -> None:
         """Print a line that stays."""
@@ -83,7 +89,8 @@ def date() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _minutes(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+def minutes(seconds: float) -> str:
+    """Minutes and seconds as 3:05, hours as 1:02:03."""
+    whole, rest = divmod(round(seconds), 60)
+    hours, whole = divmod(whole, 60)
+    return f"{hours}:{whole:02}:{rest:02}" if hours else f"{whole}:{rest:02}"

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 
 from mpitrain.errors import OutputError
 from mpitrain.reporting.console import Console, date, short
+from mpitrain.reporting.families import line_of
 from mpitrain.reporting.fom import fom_line, rate_per_worker
 from mpitrain.reporting.listeners import call, open_logs
 from mpitrain.reporting.rows import METRICS_FILE, METRICS_SCHEMA
@@ -37,6 +38,8 @@ from mpitrain.system.saying import say
 # 3 called a missed target `fail`; 2 said `meetings`, `lead_max` and `workers_detail`, 1 also `metrics_are` for
 # `metrics_reduction`
 RESULT_SCHEMA = 4
+# Between two rows of progress a fiftieth of the time so far goes by, at least the first of these.
+_FIRST_ROWS_S, _ROWS_SHARE = 0.2, 0.02
 
 
 def default_run_dir(name: str) -> Path:
@@ -110,7 +113,8 @@ class Reported:
         total_samples: accepted samples the whole run will count, for the share done and the time left.
         quiet: nothing for eyes on `stream`; the files and the FOM line stay.
         stream: where progress and events go.
-        interval_s: least time between two progress lines; 1 s on a terminal and 5 s in a log unless given.
+        interval_s: least time between two progress lines, and rows; unless given 1 s on a terminal and 5 s in a log,
+            and rows come closer to one another at first, so that a run of seconds has a curve.
         num_epochs: shown as `epoch 2/5` where given.
         clock: seconds, monotonic.
         resumed_at: accepted samples from which the run goes on; None where a rank goes on reporting what another has
@@ -151,9 +155,26 @@ class Report:
         self._last_step = -1
         self._stepped_s: float | None = None
         self._checkpoints: deque[tuple[Path, tuple[str, ...]]] = deque()  # not known to be whole
-        self._start = of.clock(), of.resumed_at or 0  # seconds, samples
-        self._row_at = self._line_at = self._start
-        self._due_s = self._start[0] + self._interval_s
+        self._opened_s = of.clock()
+        self._set_out()
+
+    def begin(self, **fields: object) -> None:
+        """The first step begins now: rates and the time left do not count what came before. A row without a line."""
+        self._set_out()
+        planned = {"total_samples": self.of.total_samples, "epochs": self.of.num_epochs}
+        self._write("training", plain({"samples": self._start[1], **planned, **fields}))
+
+    def _set_out(self) -> None:
+        self._start = self._row_at = self._line_at = (
+            self.of.clock(),
+            self.of.resumed_at or 0,
+        )  # seconds, samples
+        self._row_due_s = self._due_s = self._start[0] + self._interval_s
+        if self.of.interval_s is None:
+            self._row_due_s = self._start[0] + _FIRST_ROWS_S
+
+    def _since_opened(self) -> float:
+        return round(self.of.clock() - self._opened_s, 3)
 
     def progress(self, samples: int, step: int, epoch: int, loss: Any, **fields: object) -> None:
         """Say how far the run is; call it as often as you like.
@@ -167,13 +188,17 @@ class Report:
         """
         now_s = self._stepped_s = self.of.clock()
         line_due = now_s >= self._due_s
-        row_due = line_due if self.of.log_every is None else self._is_due(step, self.of.log_every)
+        if self.of.log_every is None:
+            row_due = line_due or now_s >= self._row_due_s
+        else:
+            row_due = self._is_due(step, self.of.log_every)
         if not (line_due or row_due):
             return
         row = {"step": step, "epoch": epoch, "samples": samples, "loss": loss}
         row = plain({**row, "samples_per_second": 0.0, **fields})
         if row_due:
             rate, self._row_at = _rate(self._row_at, now_s, samples), (now_s, samples)
+            self._row_due_s = now_s + self._between_rows_s(now_s)
             self._write("progress", row | {"samples_per_second": round(rate, 1)})
         if not line_due:
             return
@@ -188,6 +213,11 @@ class Report:
             samples / self.of.total_samples if self.of.total_samples else None,
             self._left_s(samples, now_s),
         )
+
+    def _between_rows_s(self, now_s: float) -> float:
+        if self.of.interval_s is not None:
+            return self._interval_s
+        return min(self._interval_s, max(_FIRST_ROWS_S, _ROWS_SHARE * (now_s - self._start[0])))
 
     def _wall_of_step(self) -> float:
         """When `progress` was called last, in seconds since the Unix epoch; 0 before the first call."""
@@ -216,7 +246,7 @@ class Report:
         """Always a row and a line: `event("epoch 3", accuracy=0.951)` reads `epoch 3 accuracy 0.951`."""
         row = plain(fields)
         self._write(name, row)
-        self._console.event(" ".join([name, *(f"{key} {short(row[key])}" for key in fields)]))
+        self._console.event(line_of(name, row, self._console.width))
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """End the report: metrics to disk, then `result.json`, then the FOM line as the last line on stdout.
@@ -251,7 +281,7 @@ class Report:
         self._put(event, row)
 
     def _put(self, event: str, row: dict[str, Any]) -> None:
-        stamped = {"time": date(), "t": round(self.of.clock() - self._start[0], 3), "event": event, **row}
+        stamped = {"time": date(), "t": self._since_opened(), "event": event, **row}
         with self._guard(METRICS_FILE):
             self._metrics.write(json.dumps(stamped | self._schema, allow_nan=False) + "\n")
             self._schema = {}
@@ -296,6 +326,9 @@ def explained(failure: str) -> str:
 
 class NullReport:
     """What every rank but 0 reports: nothing."""
+
+    def begin(self, **fields: object) -> None:
+        """Nothing."""
 
     def progress(self, samples: int, step: int, epoch: int, loss: Any, **fields: object) -> None:
         """Nothing."""

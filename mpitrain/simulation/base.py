@@ -144,6 +144,7 @@ class VirtualRun:
             log_every=job.log_every, logs=read_logs(job.log), callbacks=job.callbacks,
         )  # fmt: skip
         report = Report(reported)
+        report.begin(virtual_s=0.0)
         begin_from(self.run_dir, None, None)
         self.world = world
         orders = self.options.injections

@@ -246,6 +246,7 @@ class Meter:
         self.first_s = self.last_s = self.begin_s = time.monotonic()
         self.paused_s = self._paused_since_s = 0.0  # up to the last step, and since
         self.windows = Windows(self.begin_s, samples)
+        report.begin()
         self.metrics: dict[str, Any] = {}
 
     def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: object) -> None:

@@ -345,3 +345,46 @@ def test_a_full_disk_loses_rows_with_a_word_and_never_the_end_of_a_run_without_o
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert stream.getvalue().count("rows of it are lost") == 1
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}  # nothing half-written
+
+
+def test_what_came_before_the_first_step_slows_no_rate_and_no_forecast(tmp_path: Path) -> None:
+    report, clock, stream = make(tmp_path)
+    clock.now_s += 40.0
+    report.begin()
+    clock.now_s += 5.0
+    report.progress(500, 50, 1, 0.1)
+    began, row = rows(tmp_path)
+    assert (began["event"], began["t"], began["total_samples"], began["epochs"]) == (
+        "training",
+        40.0,
+        1000,
+        5,
+    )
+    assert row["samples_per_second"] == 100.0 and row["t"] == 45.0
+    assert "training" not in stream.getvalue() and "100 samples/s" in stream.getvalue()
+    assert report._left_s(500, clock.now_s) == pytest.approx(5.0)
+
+
+def test_a_run_of_seconds_has_a_curve_and_a_long_one_no_more_rows_than_lines(tmp_path: Path) -> None:
+    report, clock, stream = make(tmp_path)
+    report.begin()
+    for step in range(1, 10001):
+        clock.now_s += 0.05
+        report.progress(step, step, 1, 0.1)
+    report.close()
+    seconds = [row["t"] for row in rows(tmp_path) if row["event"] == "progress"]
+    assert sum(one <= 5 for one in seconds) >= 20
+    gaps = [after - before for before, after in zip(seconds, seconds[1:], strict=False)]
+    assert gaps[-1] >= 4.9 and len(seconds) < 400
+    assert len(stream.getvalue().splitlines()) == 100  # one in 5 s, as before
+
+
+def test_an_event_of_many_metrics_stays_within_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    report, _, stream = make(tmp_path, stream=Terminal())
+    report.event("validation", epoch=1, samples=10, **{f"recall/class_{one}": one / 60 for one in range(60)})
+    assert stream.getvalue() == "validation epoch 1 samples 10 recall/class_* 0 to 0.9833 (60)\n"
+    assert len(rows(tmp_path)[0]) > 60, "the file has them all"
