@@ -33,7 +33,7 @@ ELSEWHERE = (
         "is run as printed with three workers: `async(servers=1)` is `async()`",
     ),
     (r"^(sbatch|srun|mpitrain slurm) ", "needs Slurm: `tests/slurm`"),
-    (r" report runs/", "needs finished runs: `tests/reporting/test_page.py`"),
+    (r" report (--follow )?runs/", "needs finished runs: `tests/reporting/test_page.py`"),
     (r" predict (runs|ensembles)/", "needs a finished run: `tests/mpi/test_predict.py`"),
     (r"^mpitrain compare ", "needs finished runs: `tests/reporting/test_compare.py`"),
     (r" ensemble runs/", "needs finished runs: `tests/training/test_ensemble.py`"),

@@ -37,7 +37,6 @@ from mpitrain.system.processes import identity, is_gone, send_signal
 from mpitrain.system.saying import tell
 
 LOOK_EVERY_S = 1.0
-_FOLDER = ".launch-"
 RESULT_GRACE_S = 30.0  # from a complete result to the end of the launcher
 UNHEARD_S = 3.0  # from a request to the end of ranks of which none trains yet
 END_GRACE_S = 10.0  # from asking the launcher to end to killing it
@@ -346,10 +345,10 @@ def launch_folder(run_dir: Path | None, local: bool) -> Iterator[Path | None]:
     if parent is not None:
         with contextlib.suppress(OSError):
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for left in parent.glob(f"{_FOLDER}*"):
+            for left in parent.glob(f"{rank_status.FOLDER}*"):
                 if is_gone(rank_status.launched_by(left)):
                     rank_status.remove_folder(left)
-            folder = Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))
+            folder = Path(tempfile.mkdtemp(prefix=rank_status.FOLDER, dir=parent))
     try:
         yield folder
     finally:

@@ -158,6 +158,13 @@ def _name(run: Any) -> str:
     return str(getattr(run, "name", run))
 
 
+def is_clear(difference: float, spreads: Iterable[float | None]) -> bool | None:
+    """Whether a difference of two means is larger than what another seed makes: twice the larger of their spreads. None
+    where one of these is not known, for it is of one run."""
+    known = list(spreads)
+    return None if None in known else abs(difference) > 2 * max((one or 0.0 for one in known), default=0.0)
+
+
 def figure_text(setting: Setting[Run]) -> str:
     """Its mean and spread, for people: "0.9500 +- 0.0100 over 3 runs"."""
     spread = "" if setting.spread is None else f" +- {setting.spread:.2g}"

@@ -24,6 +24,8 @@ _BESIDE_METRICS = {
     "virtual_s",
     "epoch",
     "schema",
+    "at_s",  # these two are added by who reads the file
+    "trained_s",
 }
 _NOT_FINITE = ("nan", "inf", "-inf")
 # Of the row `start`: what is no number to draw.

@@ -6,10 +6,11 @@ is NaN, infinite or not measured misses every target. Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ LOSS = "validation_loss"  # what every validation reports, whatever the job's me
 # A number means "at least", which no run should have to reach of these.
 _SMALLER_IS_BETTER = ("loss", "error", "perplexity")
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_WORDS = {"<": "below", "<=": "at most", ">": "above", ">=": "at least"}
 _MISSED = {"<": "is not below", "<=": "is above", ">": "is not above", ">=": "is below"}
 _GOAL = re.compile(r"\s*(<=|>=|<|>)(.*)", re.DOTALL)
 _OPTION = re.compile(r"\s*([^<>=]*?)\s*(<=|>=|<|>|=)(.*)", re.DOTALL)
@@ -36,6 +38,10 @@ class Target(NamedTuple):
         return (
             value is not None and math.isfinite(value) and bool(_COMPARE[self.sign](float(value), self.bound))
         )
+
+    def in_words(self) -> str:
+        """What the metric must be."""
+        return f"{_WORDS[self.sign]} {self.bound:g}"
 
     def why_missed(self, value: float | None) -> str:
         """In words, for a value that does not reach it."""
@@ -159,6 +165,27 @@ def choice_by_name(metric: str) -> Choice:
     """The choice by a metric of just this name, whatever letters it has: less of a loss, an error or a perplexity is
     better, and more of anything else."""
     return Choice(metric, metric.lower().endswith(_SMALLER_IS_BETTER))
+
+
+def goals_among(of_runs: Iterable[object]) -> dict[str, Any]:
+    """The targets of several runs, each as the first run that has it says; what is no target is passed over."""
+    goals: dict[str, Any] = {}
+    for found in of_runs:
+        for metric, goal in found.items() if isinstance(found, Mapping) else ():
+            with contextlib.suppress(UsageError):
+                read_target(str(metric), goal)
+                goals.setdefault(str(metric), goal)
+    return goals
+
+
+def main_choice(goals: Mapping[str, object], reported: Collection[str]) -> Choice | None:
+    """What runs are compared by that say nothing of it: their first target, else the loss, else the first metric, of
+    those that are reported; None where nothing is."""
+    for metric, goal in goals.items():
+        if metric in reported:
+            return Choice(metric, read_target(metric, goal).sign in ("<", "<="))
+    names = [LOSS] if LOSS in reported else sorted(reported)
+    return choice_by_name(names[0]) if names else None
 
 
 def missed_targets(goals: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, str]:

@@ -18,8 +18,7 @@ from typing import Any
 
 from mpitrain.errors import UsageError, printable
 from mpitrain.options import show
-from mpitrain.reporting.html_page import document, table
-from mpitrain.reporting.html_page import text as escaped
+from mpitrain.reporting.pages.html_page import document, head, paragraphs, table
 from mpitrain.reporting.repetitions import (
     OF_ONE_RUN,
     Measured,
@@ -36,7 +35,7 @@ from mpitrain.reporting.repetitions import (
 )
 from mpitrain.reporting.rows import metrics_in
 from mpitrain.reporting.run_files import RunFiles, read_runs
-from mpitrain.reporting.targets import LOSS, Choice, choice_by_name, read_choice
+from mpitrain.reporting.targets import Choice, goals_among, main_choice, read_choice
 from mpitrain.search.sweep.deal import Standing, standings
 from mpitrain.search.sweep.journal import Sweep
 from mpitrain.system.saying import csv_cell
@@ -186,8 +185,7 @@ def read_table(folders: Sequence[str | Path], metric: str | None = None) -> Tabl
     if metric:
         by = read_choice(metric, reported or None, "--metric")
     if by is None and reported:
-        targets = [name for row in rows for name in row.result.get("target") or {} if name in reported]
-        by = choice_by_name([*targets, *([LOSS] if LOSS in reported else []), *reported][0])
+        by = main_choice(goals_among(row.result.get("target") for row in rows), reported)
     return Table(tuple(rows), by)
 
 
@@ -243,11 +241,7 @@ def _row(run: RunFiles) -> RunRow:
     status = NOT_FINISHED if not run.result else _STATUS.get(code if isinstance(code, int) else 1, "failed")
     last = run.of_kind("validation")
     found = run.result.get("metrics") or (metrics_in(last[-1]) if last else {})
-    metrics = {
-        name: number
-        for name, value in found.items()
-        if (number := _number(value)) is not None and name != "at_s"
-    }
+    metrics = {name: number for name, value in found.items() if (number := _number(value)) is not None}
     rate = run.result.get("samples_per_second")
     return RunRow(
         run.folder.resolve().name, run.folder, options_of(run), metrics,
@@ -333,20 +327,28 @@ def as_html(found: Table) -> str:
 
 
 def _body(found: Table) -> Iterable[str]:
-    yield f"<h1>{len(found.rows)} runs</h1>"
+    title = f"{len(found.rows)} runs"
+    best: tuple[int, ...] = ()
+    num_ended = sum(bool(row.result) for row in found.rows)
+    status = "all finished" if num_ended == len(found.rows) else f"{num_ended} finished"
+    yield head(title, status, "good" if num_ended == len(found.rows) else "warn")
     if found.by is not None:
-        better = "less" if found.by.less_is_better else "more"
-        yield f'<p class="note">Compared by {escaped(found.by.metric)}: {better} is better.</p>'
         try:
-            best = found.best()
-            folders = ", ".join(str(row.folder) for row in best.runs)
-            yield f"<p>The best: {escaped(folders)} ({escaped(figure_text(best))})</p>"
+            setting = found.best()
+            best = tuple(
+                number for number, row in enumerate(found.rows) if any(row is one for one in setting.runs)
+            )
+            yield from paragraphs(f"{line[:1].upper()}{line[1:]}." for line in found.about(setting))
+            folders = ", ".join(str(row.folder) for row in setting.runs)
+            yield from paragraphs([f"Its runs, marked in the table: {folders}"])
         except UsageError as error:
-            yield f'<p class="fail">{escaped(str(error))}</p>'
-    yield table(*found.of_runs())
+            yield from paragraphs([str(error)], "fail")
+        better = "less" if found.by.less_is_better else "more"
+        yield from paragraphs([f"Compared by {found.by.metric}: {better} is better."], "note")
+    titles, cells = found.of_runs()
+    yield table(titles, cells, best)
     if repeated := found.of_settings():
         yield "<h2>Over seeds and folds</h2>"
         yield table(*repeated)
-        yield '<p class="note">The spread is the sample standard deviation.</p>'
-    if found.note:
-        yield f'<p class="note">{escaped(found.note)}</p>'
+        yield from paragraphs(["The spread is the sample standard deviation."], "note")
+    yield from paragraphs([found.note] if found.note else [], "note")

@@ -73,7 +73,7 @@ def simulate_command(request: Request) -> int:
     if not request.compares:
         return int(simulate_job(job, options, request.workers[0], compute, network, costs)["exit_code"])
     if request.html:
-        from mpitrain.reporting.figures import check_drawing
+        from mpitrain.reporting.pages.figures import check_drawing
 
         check_drawing()  # before anything takes long
     asked = {str(strategy): text for strategy, text in zip(strategies, request.strategies, strict=True)}
@@ -86,7 +86,7 @@ def simulate_command(request: Request) -> int:
     if request.json:
         write_whole(Path(request.json), json.dumps(found, indent=1, sort_keys=True) + "\n")
     if request.html:
-        from mpitrain.reporting.comparison_page import comparison_page
+        from mpitrain.reporting.pages.comparison_page import comparison_page
 
         write_whole(Path(request.html), comparison_page(found))
     codes = [

@@ -44,7 +44,7 @@ from mpitrain.system.files.folders import make_private
 from mpitrain.system.launched.launch_variables import node_name
 
 if TYPE_CHECKING:
-    from mpitrain.roles.protocols import Report
+    from mpitrain.reporting.report import NullReport, Report
     from mpitrain.system.launched.ranks import Ranks
 
 MODEL_FILE = "model.safetensors"
@@ -239,7 +239,7 @@ class Meter:
         samples, step: that were accepted, and taken, before this start (a run that was resumed).
     """
 
-    def __init__(self, report: Report, num_warmup: int, samples: int = 0, step: int = 0):
+    def __init__(self, report: Report | NullReport, num_warmup: int, samples: int = 0, step: int = 0):
         self.report, self.num_warmup, self.start_samples = report, num_warmup, samples
         self.first_samples = self.last_samples = samples
         self.num_calls, self.step = 0, step

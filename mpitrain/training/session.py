@@ -367,6 +367,7 @@ def _how_started(session: Session, job_file: str | None) -> dict[str, Any]:
         "overrides": dataclasses.asdict(session.overrides)
         | {"strategy": str(session.strategy), "run_dir": None, "init": init and str(Path(init).resolve())},
         "options": dict(session.job.options),
+        "target": dict(session.job.target or {}),
         "servers": list(session.roles.servers),
         "workers": list(session.roles.workers),
         "aggregators": dict(zip(session.roles.aggregators, session.roles.members, strict=True)),

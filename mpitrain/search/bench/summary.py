@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mpitrain.reporting.repetitions import is_clear
 from mpitrain.reporting.targets import choice_by_name, read_target
 
 Row = dict[str, Any]
@@ -135,6 +136,5 @@ def _against(first: Row, row: Row, metric: tuple[str, bool] | None) -> Row:
     name, less_is_better = metric
     here, there = row["metrics"][name], first["metrics"][name]
     gain = (there["mean"] - here["mean"]) if less_is_better else (here["mean"] - there["mean"])
-    noise = max(here["deviation"] or 0.0, there["deviation"] or 0.0)
-    known = here["deviation"] is not None and there["deviation"] is not None
-    return found | {"metric": name, "difference": gain, "is_clear": abs(gain) > 2 * noise if known else None}
+    clear = is_clear(gain, [here["deviation"], there["deviation"]])
+    return found | {"metric": name, "difference": gain, "is_clear": clear}

@@ -188,15 +188,16 @@ class RunLock:
                 )
 
 
-def holder_lives(run_dir: Path, ours: Path | None = None) -> bool | None:
+def holder_lives(run_dir: Path, ours: Path | None = None, name: str = LOCK_FILE) -> bool | None:
     """Whether the process that holds the lock of `run_dir` is still there; None where it was touched lately on a host
     from which that cannot be known.
 
     Args:
         ours: a directory on the same file system whose lock this process holds: what was not touched for `QUIET_S`
             before that is nobody's.
+        name: of the lock.
     """
-    path = run_dir / LOCK_FILE
+    path = run_dir / name
     try:
         holder, touched_s = _read(read_bounded(path, _MAX_BYTES)), path.stat().st_mtime
     except (OSError, ValueError):

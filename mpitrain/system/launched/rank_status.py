@@ -34,6 +34,7 @@ from mpitrain.system.launched.launch_variables import (
 from mpitrain.system.processes import identity
 
 VARIABLE = "MPITRAIN_LAUNCH_DIR"
+FOLDER = ".launch-"  # how its name begins, in the run directory
 LOOK_EVERY_S = 0.5  # for a request; rank 0 of each node looks, or everybody where nobody knows who that is
 FEW_RANKS = 32  # they may all look so often
 # What a rank is at; in MPI_Init its other threads stand still, so it is silent there and waits all the same.
