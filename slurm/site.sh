@@ -13,9 +13,9 @@
 # export PYTHONPATH=$PACKAGES${PYTHONPATH:+:$PYTHONPATH}
 
 # 2. How ranks start.
-# LAUNCH=(srun --mpi=pmix) # Open MPI 4 or 5
+LAUNCH=(srun --mpi=pmix) # Open MPI 4 or 5
 # LAUNCH=(srun --mpi=pmi2) # MPICH, MVAPICH2, ParaStation
-LAUNCH=(srun --mpi=cray_shasta); export MPICH_GPU_SUPPORT_ENABLED=1 # Cray MPICH
+# LAUNCH=(srun --mpi=cray_shasta); export MPICH_GPU_SUPPORT_ENABLED=1 # Cray MPICH
 # LAUNCH=(srun --mpi=pmi2); export I_MPI_PMI_LIBRARY=/usr/lib64/libpmi2.so I_MPI_CBWR=1 # Intel MPI
 # LAUNCH=(mpirun) # Open MPI's own launcher
 # LAUNCH=(mpiexec) # MPICH's and Intel's Hydra

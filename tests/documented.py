@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -120,7 +121,9 @@ class Folder:
     def __init__(self, folder: Path):
         self.folder = folder
         for path in ROOT.iterdir():
-            if path.name not in ("data", "runs", ".git", ".venv", ".pytest_cache"):
+            if path.name in ("slurm", "jobs"):  # into which commands write
+                shutil.copytree(path, folder / path.name)
+            elif path.name not in ("data", "runs", ".git", ".venv", ".pytest_cache"):
                 (folder / path.name).symlink_to(path)
         (folder / ".venv").symlink_to(Path(sys.prefix))
         make_sources(folder)

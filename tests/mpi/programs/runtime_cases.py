@@ -119,7 +119,7 @@ def case_agree_reports_once_and_all_leave(rt):
     error, printed = agreed(rt, lambda: rt.agree({1: OSError("disk"), 2: DataError("bad")}.get(rt.rank)))
     assert error.exit_code == 1
     if rt.rank == 0:
-        assert printed == "OSError: disk\nmpitrain: rank 1: OSError: disk\nmpitrain: rank 2: DataError: bad\n"
+        assert printed == "mpitrain: rank 1: OSError: disk\nmpitrain: rank 2: DataError: bad\n"
     error, printed = agreed(rt, lambda: rt.agree(DataError("everywhere")))
     assert str(error) == "mpitrain: all ranks: DataError: everywhere"
 
