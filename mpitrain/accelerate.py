@@ -17,15 +17,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
-from accelerate.state import PartialState
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.base import Strategy
 from mpitrain.wrapping import beside, loop
 from mpitrain.wrapping.membership import Membership, join, joined
 from mpitrain.wrapping.preparing import Preparing
+
+try:
+    import accelerate
+    from accelerate.state import PartialState
+except ImportError as error:
+    raise ImportError("mpitrain.accelerate needs Accelerate: pip install 'mpitrain[accelerate]'") from error
 
 # What says to Accelerate that there are other processes; a server is no process of its.
 _LOOKED_AT = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")

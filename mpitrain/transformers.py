@@ -16,10 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import transformers
-
-from mpitrain.accelerate import Accelerator, as_accelerate_sees
 from mpitrain.wrapping.membership import join, joined
+
+try:
+    import transformers
+
+    from mpitrain.accelerate import Accelerator, as_accelerate_sees
+except ImportError as error:
+    raise ImportError(
+        "mpitrain.transformers needs Transformers and Accelerate: pip install 'mpitrain[transformers]'"
+    ) from error
 
 
 @dataclasses.dataclass

@@ -4,6 +4,7 @@ torch, with two what plain torch makes of the gradients that they saw, and what 
 The frameworks need an environment of their own (`make clients`); what was compared goes to `strategies.txt` there.
 """
 
+import importlib
 import importlib.util
 import json
 import os
@@ -32,6 +33,14 @@ ORACLES = {
     "decentralized()": oracles.averaged,
 }
 NEVER_RESUMED = [("plain", 2), (ASYNC, 3)]  # the framework's own; and two that do not wait for each other
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_without_the_framework_the_extra_is_named(name):
+    if importlib.util.find_spec(name) is not None:
+        pytest.skip(f"{name} is installed")
+    with pytest.raises(ImportError, match=rf"pip install 'mpitrain\[{name}\]'"):
+        importlib.import_module(f"mpitrain.{name}")
 
 
 @pytest.fixture(scope="module", params=FRAMEWORKS)
