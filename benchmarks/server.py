@@ -84,7 +84,7 @@ class Ready(Replica):
         self.ready = self.model.push_buffers()
         self.model.gather_gradients(self.ready)
 
-    def take(self):
+    def take_push(self):
         return [wire_buffer.hold() for wire_buffer in self.ready]
 
 

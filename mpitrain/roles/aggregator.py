@@ -93,7 +93,7 @@ class Aggregator:
             if isinstance(entry.message, Push):
                 self.num_pushes += 1
                 entry = entry._replace(message=self._with_request(entry.to, entry.message))
-            self._queues[entry.to].take(entry, self.sums is not None)
+            self._queues[entry.to].take_entry(entry, self.sums is not None)
 
     def _with_request(self, server: int, push: Push) -> Push:
         """The push, which asks the dealing server for a checkpoint and the end where this process has been asked."""
@@ -154,7 +154,7 @@ class _Queue:
         self.held: dict[int, Push] = {}  # pushes that wait for those of the others, by worker
         self.expected = set(members)  # who may push before it is answered
 
-    def take(self, entry: Entry, sums: bool) -> None:
+    def take_entry(self, entry: Entry, sums: bool) -> None:
         """A message of a worker."""
         if isinstance(entry.message, Push | Idle | Done):
             self.expected.discard(entry.source)

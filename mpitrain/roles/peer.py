@@ -164,7 +164,7 @@ class Peer:
         taken in all that was sent before it; asynchronous ones write when they have met."""
         checkpoints.try_out(self.state)
         if checkpoints.agrees_after(turn.step, met):
-            checkpoints.take((yield from self._agree(checkpoints, turn)))
+            checkpoints.take_decision((yield from self._agree(checkpoints, turn)))
         if checkpoints.is_due(turn.samples_before + turn.num_samples, met):
             yield Compute(lambda: checkpoints.save(self.state()), "checkpoint")
 
@@ -357,7 +357,7 @@ class Peer:
             yield from self._send(child, Mean(number, self.step, mean.hold()))
         if self.validations.informs and self.strategy.asynchronous:
             yield from self._tell(number)
-        self.drift = self.replica.settle(mean)
+        self.drift = self.replica.settle_mean(mean)
         self.drift_max = max(self.drift_max, self.drift if self.rank < self.num_active else 0.0)
         self.num_meetings, self._since_meeting = self.num_meetings + 1, 0
         self._heard.clear()
@@ -431,7 +431,7 @@ class Peer:
             text = (yield from self._expect(parent, Told, number)).text
         for child in topology.children(self.rank, self.number):
             yield Send(child, Told(number, text))
-        self.replica.hear(text)
+        self.replica.hear_figures(text)
         self._untold = ""
 
     def _look_at_end(self, step: int) -> None:

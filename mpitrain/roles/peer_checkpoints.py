@@ -56,7 +56,7 @@ class PeerCheckpoints:
         timed = self.writer.time_is_up()
         return Agreed(step, writes=asked or timed, ends=asked, ask_at=step + steps)
 
-    def take(self, decided: Agreed) -> None:
+    def take_decision(self, decided: Agreed) -> None:
         """What was decided."""
         self._now, self.ended, self.cadence.ask_at = decided.writes, decided.ends, decided.ask_at
 

@@ -107,13 +107,13 @@ class Replica(Protocol):
         """So many samples have been accepted, and this part of the workers is not lost: what a schedule on the worker
         follows."""
 
-    def hear(self, text: str) -> None:
+    def hear_figures(self, text: str) -> None:
         """Validations have given figures (`Figures.told`), which a schedule on the worker may follow."""
 
     def gradient(self, lease: object, step: int) -> Gradient | None:
         """Forward and backward; None ends the work (only where the caller brings the data)."""
 
-    def take(self) -> list[Any]:
+    def take_push(self) -> list[Any]:
         """What to push for all batches since the last push: one Payload a shard, in shard order."""
 
     def finish(self) -> None:
@@ -232,7 +232,7 @@ class PeerReplica(Protocol):
     def end_step(self) -> None:
         """A step is over, with all that was taken in."""
 
-    def hear(self, text: str) -> None:
+    def hear_figures(self, text: str) -> None:
         """Validations have given figures, which the rates may follow."""
 
     def total(self) -> Any:
@@ -244,7 +244,7 @@ class PeerReplica(Protocol):
     def divide(self, total: object, count: int) -> Any:
         """total / count, as one payload."""
 
-    def settle(self, mean: object) -> float:
+    def settle_mean(self, mean: object) -> float:
         """Take the mean of all peers; returns how far this peer was from it, relative to its length."""
 
     def digest(self) -> str:

@@ -85,7 +85,7 @@ class StepReplica(Protocol):
     def conclude(self) -> dict[str, float]:
         """Metrics, on the first worker."""
 
-    def hear(self, text: str) -> Reduction:
+    def hear_figures(self, text: str) -> Reduction:
         """What the first worker has measured that a scheduler goes by, for all: its `Figures.told`."""
 
     def agree_to_end(self, ends: bool) -> Reduction:
@@ -234,7 +234,7 @@ class StepWorker:
                 self.report.event("validation", epoch=epoch, samples=replica.samples, **metrics)
                 self.report.pause((yield Now()) - began_s)
             if self.validations.informs:
-                yield from self._reduce(replica.hear(self.validations.told(metrics)))
+                yield from self._reduce(replica.hear_figures(self.validations.told(metrics)))
         self.validations.done()
         yield from self._agree_to_end()
 

@@ -178,7 +178,7 @@ class Worker:
             if not self.batches and self.rhythm.leased:
                 yield from self._await_answer()  # it may bring more to do
                 yield from self._idle()
-        yield from self.settle()
+        yield from self.settle_pushes()
         if info := self.replica.statistics():
             note = {"name": "codec", "worker": self.rank, **info}
             yield Send(self.roles.dealer, Note(json.dumps(note)))
@@ -291,7 +291,7 @@ class Worker:
             self.row_pulls.replica.look_ahead(
                 ahead[0] if ahead else None, self.num_batches + self.rhythm.inflight - 1
             )
-        versions, payloads = tuple(self.versions), self.replica.take()
+        versions, payloads = tuple(self.versions), self.replica.take_push()
         if self._num_awaited:
             yield from self._await_answer()
         if self.stopped:
@@ -330,7 +330,7 @@ class Worker:
         if self._num_awaited >= self.rhythm.inflight:
             yield from self._await_answer()
 
-    def settle(self) -> Generator[Effect, Any, None]:
+    def settle_pushes(self) -> Generator[Effect, Any, None]:
         """Push what has been computed, and wait until all pushes have been answered."""
         if self._unpushed and not self.stopped:
             yield from self._push()
@@ -380,7 +380,7 @@ class Worker:
 
     def _save(self, request: SaveRequest) -> Generator[Effect, Any, None]:
         """Ask for a checkpoint; returns when all shards have written."""
-        yield from self.settle()
+        yield from self.settle_pushes()
         yield from self._broadcast(Save(self.step, request.checkpoint_at, request.text))
         yield from self.collect()
 
@@ -442,7 +442,7 @@ class Worker:
         if source == self.roles.dealer:
             self.progress = message.samples
             if message.told:
-                self.replica.hear(message.told)
+                self.replica.hear_figures(message.told)
             self.replica.progress(self.progress, message.living)
             if message.promoted:
                 self.validates = self.wants_final = True
@@ -492,5 +492,5 @@ class Worker:
         """What a scheduler goes by; workers with rates of their own learn of it by the dealing server's answers."""
         yield from self._broadcast(Told(self.step, text))
         if len(self.roles.workers) == 1:  # or else they would not step at the same rates
-            self.replica.hear(text)
+            self.replica.hear_figures(text)
             self.replica.progress(self.progress)

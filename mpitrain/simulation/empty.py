@@ -116,7 +116,7 @@ class _Steps:
     def progress(self, samples: int, living: float = 1.0) -> None:
         """No schedule follows it."""
 
-    def hear(self, text: str) -> None:
+    def hear_figures(self, text: str) -> None:
         """Nothing is measured, so nobody is told."""
 
     def prefetch(self, lease: Lease) -> None:
@@ -154,7 +154,7 @@ class EmptyReplica(_Steps):
         """It takes its time, which the world knows."""
         return self.of(lease.num_samples)
 
-    def take(self) -> list[Any]:
+    def take_push(self) -> list[Any]:
         """What to push, this worker's own."""
         return [Bytes(one.num_bytes) for one in self.pushes]
 
@@ -217,7 +217,7 @@ class EmptyPeer(_Steps):
         """As large as one."""
         return total
 
-    def settle(self, mean: object) -> float:
+    def settle_mean(self, mean: object) -> float:
         """All are alike."""
         return 0.0
 
@@ -310,7 +310,7 @@ class EmptyLocalReplica(_Steps):
         """Nothing is validated."""
         return {}
 
-    def hear(self, text: str) -> Any:
+    def hear_figures(self, text: str) -> Any:
         """Nothing is measured."""
         raise AssertionError("nothing is validated")
 

@@ -222,9 +222,9 @@ class LockstepRun(AlikeReplica):
         """Of the validation set: the first share is the largest."""
         return self.set_measure.part_of(0, self.virtual.num_shares) if self.set_measure is not None else 0.0
 
-    def hear(self, text: str) -> Exchange:
+    def hear_figures(self, text: str) -> Exchange:
         """All ranks step at the same rates."""
-        return together(lambda: self.stepper.updates.pace.hear(text))
+        return together(lambda: self.stepper.updates.pace.hear_figures(text))
 
     def agree_to_end(self, ends: bool) -> Exchange:
         """There is nobody else to ask."""

@@ -25,7 +25,7 @@ class Figures:
     def __init__(self) -> None:
         self.rows: list[Figure] = []
 
-    def take(self, rows: Iterable[Sequence[Any]]) -> None:
+    def take_rows(self, rows: Iterable[Sequence[Any]]) -> None:
         """These have come."""
         for row in rows:
             one = Figure(int(row[0]), int(row[1]), float(row[2]))
@@ -40,7 +40,7 @@ class Figures:
 
     def take_told(self, text: str) -> None:
         """What `told` has made a text of, elsewhere."""
-        self.take(json.loads(text) if text else ())
+        self.take_rows(json.loads(text) if text else ())
 
 
 def merged(first: str, second: str) -> str:

@@ -80,7 +80,7 @@ class Pace:
         """Of validations, where the rates follow those."""
         return self.schedule.figures if self.schedule is not None else None
 
-    def hear(self, text: str) -> None:
+    def hear_figures(self, text: str) -> None:
         """Validations have given figures: `Figures.told`."""
         if self.figures is not None:
             self.figures.take_told(text)

@@ -104,7 +104,7 @@ class ValidationCadence:
         """What there is to tell the others of the validation that was due, as of `Figures`; of no worth where nothing
         was measured here."""
         figures = Figures()
-        figures.take([(self._epochs or 0, self._samples, metrics.get(self.metric, math.nan))])
+        figures.take_rows([(self._epochs or 0, self._samples, metrics.get(self.metric, math.nan))])
         return figures.told()
 
     def repeat(self) -> None:

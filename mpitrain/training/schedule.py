@@ -53,7 +53,7 @@ def go_on(session: Session, pace: Pace, state: dict[str, Any], samples: int) -> 
     ticks, saved = pace.ticks, state.get("ticks")
     assert ticks is not None, "of a job"
     if pace.figures is not None:
-        pace.figures.take(state.get("figures") or ())
+        pace.figures.take_rows(state.get("figures") or ())
     if saved is None:
         assert session.resume is not None, "who goes on brings its ticks, or has a checkpoint"
         about = session.resume.about

@@ -66,7 +66,7 @@ def deal_and_settle(dealer, num_workers, asks, num_asks, settled, unsettled):
             continue
         waiting.append(worker)
         if len(waiting) > unsettled:
-            settled.append(dealer.settle(waiting.pop(0)))
+            settled.append(dealer.settle_lease(waiting.pop(0)))
     if unsettled == 0:
         assert not any(dealer.outstanding.values())
 

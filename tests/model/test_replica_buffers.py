@@ -53,7 +53,7 @@ def test_a_gradient_that_was_broken_off_before_it_was_pushed_is_given_back():
     assert [buffer.users for buffer in first] == [0, 0] or all(
         buffer.users == 1 and buffer in replica._wire_buffers for buffer in first
     )
-    pushed = replica.take()
+    pushed = replica.take_push()
     assert [buffer.users for buffer in pushed] == [1, 1]
     with pytest.raises(AssertionError, match="push without a gradient"):
-        replica.take()
+        replica.take_push()

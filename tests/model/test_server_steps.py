@@ -212,7 +212,7 @@ def test_pushes_of_several_batches_carry_what_each_was_worth():
             assert local.step()
         expected = flat.current()[0].body.clone()
         store.hear_options(steps.text(local.rates))
-        store.add(0, local.take()[0], 1.0)
+        store.add(0, local.take_push()[0], 1.0)
         store.apply()
         torch.testing.assert_close(store.live.body, expected, rtol=1e-12, atol=1e-12)
         flat.install(0, store.live)
@@ -226,7 +226,7 @@ def test_a_step_without_any_gradient_moves_nothing_as_in_torch(strategy):
     flat = FlatModel(module, optimizer, 1)
     local = local_steps(flat, optimizer, strategy)
     assert local.step()
-    (wire_buffer,) = local.take()
+    (wire_buffer,) = local.take_push()
     assert not wire_buffer.body.any()
     for theirs, ours in zip(make_model().parameters(), module.parameters(), strict=True):
         assert torch.equal(theirs, ours)

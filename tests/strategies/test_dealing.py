@@ -63,7 +63,7 @@ def test_state_restores_the_position_and_deals_unsettled_leases_again(
         dealer.deal(index % 3)
     for worker in range(3):
         while len(done) < settled and dealer.outstanding.get(worker):
-            done.append(dealer.settle(worker))
+            done.append(dealer.settle_lease(worker))
     again = BatchDealer(num_samples, num_epochs, batch_size)
     again.restore(json.loads(json.dumps(dealer.state())))
     rest = drain(again, iter(lambda: 2, None))
@@ -77,7 +77,7 @@ def test_settling_takes_the_oldest_lease_of_that_worker():
     dealer = BatchDealer(10, 1, 2)
     first, second = dealer.deal(7), dealer.deal(7)
     dealer.deal(8)
-    assert dealer.settle(7) == first and dealer.outstanding[7] == [second]
+    assert dealer.settle_lease(7) == first and dealer.outstanding[7] == [second]
 
 
 def test_closing_ends_the_dealing():
@@ -147,7 +147,7 @@ def test_another_number_of_workers_continues_in_mid_epoch(
     dealer, done = stretched(num_samples, batch_size, window, num_workers), []
     for index in range(cut):
         if dealer.deal(index % num_workers):
-            done.append(dealer.settle(index % num_workers))
+            done.append(dealer.settle_lease(index % num_workers))
     again = stretched(num_samples, batch_size, window, new_workers)
     again.restore(json.loads(json.dumps(dealer.state())))
     asking = iter(range(10**6))
@@ -179,7 +179,7 @@ def test_in_lockstep_a_restored_dealer_goes_on_as_if_nothing_had_happened(window
         done = []
         for number in range(60):
             for worker in (1, 2, 3):
-                done.append((worker, dealer.settle(worker)))
+                done.append((worker, dealer.settle_lease(worker)))
                 assert done[-1][1] == ahead[worker].pop(0)
             if number == cut:
                 state = dealer.state()

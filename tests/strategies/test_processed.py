@@ -114,7 +114,7 @@ def test_what_nobody_owns_and_what_those_who_are_gone_owned_are_all_dealt(num_wo
     for index in range(dealt):
         worker = index % num_workers
         if first.dealer.deal(worker):
-            own.add(lease := first.dealer.settle(worker))
+            own.add(lease := first.dealer.settle_lease(worker))
             other.put(0, lease.start, lease.start + lease.num_samples)
     for number in ahead:
         other.put(0, 2 * number, 2 * number + 2)
@@ -124,7 +124,7 @@ def test_what_nobody_owns_and_what_those_who_are_gone_owned_are_all_dealt(num_wo
     while list(filter(None, [last.dealer.deal(worker) for worker in range(fewer)])):
         for worker in range(fewer):
             for _ in list(last.dealer.outstanding.get(worker, [])):
-                assert own.add(last.dealer.settle(worker))
+                assert own.add(last.dealer.settle_lease(worker))
     assert own.num_samples() == 40
 
 
@@ -142,7 +142,7 @@ def test_what_shards_judge_apart_is_dealt_first_in_order_and_counts_as_dealt_onc
     dealer = BatchDealer(40, 1, 2, num_batches=6)
     dealt = [dealer.deal(0) for _ in range(2)]
     for _ in dealt:
-        dealer.settle(0)
+        dealer.settle_lease(0)
     own, other = ProcessedSamples(40), ProcessedSamples(40)
     for lease in dealt:
         own.add(lease)

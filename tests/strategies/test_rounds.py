@@ -51,7 +51,7 @@ class DealtLeaseByLease:
             return self.dealer._cut_evenly(self.num_workers)
         leases = [self.dealer.deal(worker) for worker in range(self.num_workers)]
         for worker in range(self.num_workers):
-            self.dealer.settle(worker)
+            self.dealer.settle_lease(worker)
         return leases
 
     def go_on_from(self, before):
@@ -282,11 +282,11 @@ def dealt_by_server(strategy, rounds, num_samples, num_rounds, drop_last, window
     dealer = BatchDealer(num_samples, 2, rounds.batch_size, None, drop_last, rounds.num_workers, window)
     leases = Leases(strategy, dealer, rounds.num_workers, rounds.batch_size)
     leases.first(workers, set(workers))
-    dealt = {worker: leases.take(worker, 0, set(workers)) for worker in workers}
+    dealt = {worker: leases.take_leases(worker, 0, set(workers)) for worker in workers}
     for _ in range(num_rounds):
         for worker in workers:
-            leases.settle(worker)
-            dealt[worker] += leases.take(worker, 1, set(workers))
+            leases.settle_lease(worker)
+            dealt[worker] += leases.take_leases(worker, 1, set(workers))
     found = [list(leases) for leases in zip(*(dealt[worker] for worker in workers), strict=True)]
     return found, dealer.num_left_out
 
@@ -333,7 +333,7 @@ def test_in_lockstep_servers_deal_every_sample_once_over_a_resume_and_with_fewer
     def give(dealer, worker, workers):
         lease = dealer.deal(worker, together=workers)
         if lease is not None:
-            dealer.settle(worker)
+            dealer.settle_lease(worker)
             seen.extend((lease.epoch, at) for at in range(lease.start, lease.start + lease.num_samples))
         return lease is not None
 

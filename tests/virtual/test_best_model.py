@@ -151,7 +151,7 @@ def test_a_run_without_a_best_model_says_what_keeps_one(tmp_path):
 def take(validations, *pairs):
     for samples, value in pairs:
         tensors = {"x": torch.tensor([value])}
-        validations.take({"score": value}, samples, functools.partial(save_tensors, tensors))
+        validations.take_metrics({"score": value}, samples, functools.partial(save_tensors, tensors))
 
 
 def test_a_run_that_goes_on_judges_as_if_it_had_never_stopped(tmp_path):

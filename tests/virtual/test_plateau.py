@@ -120,7 +120,7 @@ def test_a_validation_that_is_made_again_takes_the_place_of_those_from_there_on(
     schedule = TorchSchedule(rising, rates, Ticks(10, Law(1, 1)), "validation_loss")
 
     def rate(*rows):
-        schedule.figures.take(rows)
+        schedule.figures.take_rows(rows)
         return schedule.options_at(0)[0]["lr"]
 
     assert [rate((1, 10, 1.0)), rate((2, 20, 0.5)), rate((3, 30, 0.1))] == [1.0, 0.5, 0.25]

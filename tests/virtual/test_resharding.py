@@ -65,7 +65,7 @@ def test_however_often_it_is_cut_anew_every_number_takes_every_sample_once(data)
                 if last or data.draw(st.booleans()):
                     shard.push(lease, cuts[number + 1] - cuts[number])
             if ProcessedSamples.of(states[0]["processed"], SAMPLES).has(lease):  # the dealing server has it
-                dealer.settle(0)
+                dealer.settle_lease(0)
             else:
                 dealer.take_back(0)
                 break

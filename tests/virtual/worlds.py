@@ -148,7 +148,7 @@ class NumberReplica:
             self.values[shard] -= move
         return Gradient(0.0, lease.num_samples, finite, lease.num_samples)
 
-    def take(self) -> list[Number]:
+    def take_push(self) -> list[Number]:
         first, last = self.covers[0], self.covers[-1]
         lease = Lease(first.epoch, first.start, last.start + last.num_samples - first.start)
         pushed = self.values if self.strategy.elastic else self.total

@@ -35,10 +35,10 @@ class HybridReplica(TabledReplica):
         super().progress(samples, living)
         self._samples = samples
 
-    def hear(self, text: str) -> None:
+    def hear_figures(self, text: str) -> None:
         """Validations have given figures, which the rates of dense parameters follow."""
-        super().hear(text)
-        self.reduced.updates.pace.hear(text)
+        super().hear_figures(text)
+        self.reduced.updates.pace.hear_figures(text)
 
     def _may_step(self, loss: float) -> bool:
         return False  # the optimizer steps here, and runs its hooks itself

@@ -155,7 +155,7 @@ class LocalSteps:
             total.body.add_(buffer.body)
             buffer.release()
 
-    def take(self) -> list[FixedBuffer]:
+    def take_push(self) -> list[FixedBuffer]:
         """What to push, rounded for the wire; from here on it accumulates anew."""
         buffers = self.model.push_buffers()
         for index, buffer in enumerate(buffers):

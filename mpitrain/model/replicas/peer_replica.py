@@ -202,7 +202,7 @@ class PeerReplica:
         return total
 
     @torch.no_grad()
-    def settle(self, mean: Any) -> float:
+    def settle_mean(self, mean: Any) -> float:
         """x <- mean; everybody's copy of everybody is the mean too. Returns |x - mean| / |mean|."""
         if self._common is not None and self.encoder is not None:
             self._kept = float((self.x - self._copy_of(self.rank)).norm())
@@ -242,9 +242,9 @@ class PeerReplica:
         """A step is over, with what others have sent taken in: the moving average follows."""
         self.updates.moved()
 
-    def hear(self, text: str) -> None:
+    def hear_figures(self, text: str) -> None:
         """Validations have given figures, which the rates may follow."""
-        self.updates.pace.hear(text)
+        self.updates.pace.hear_figures(text)
 
     def show(self) -> None:
         """Make the parameters x, where they do not live in it."""

@@ -167,10 +167,10 @@ class TabledReplica(Replica):
         self._finite = gradient.finite and all_finite(self.rows.gradients())
         return gradient._replace(finite=self._finite)
 
-    def take(self) -> list[VariableBuffer]:
+    def take_push(self) -> list[VariableBuffer]:
         """What to push, one message a shard."""
         messages = []
-        taken: list[Any] = list(super().take())
+        taken: list[Any] = list(super().take_push())
         for shard, (dense, more) in enumerate(zip(taken, self.rows.pushed(), strict=True)):
             what = What.CODED if isinstance(dense, VariableBuffer) else What.DENSE
             sizes = self.lookups.sizes(shard)

@@ -126,10 +126,10 @@ class Replica:
         if self.local is not None:
             self.local.progress(samples, living)
 
-    def hear(self, text: str) -> None:
+    def hear_figures(self, text: str) -> None:
         """Validations have given figures, which a schedule on the worker may follow."""
         if self.local is not None:
-            self.local.pace.hear(text)
+            self.local.pace.hear_figures(text)
 
     def prefetch(self, lease: Any) -> None:
         """Start reading the batch."""
@@ -196,12 +196,12 @@ class Replica:
         )
         return Gradient(loss, num_samples, finite, num_samples if share is None else share, options)
 
-    def take(self) -> list[FixedBuffer] | list[VariableBuffer]:
+    def take_push(self) -> list[FixedBuffer] | list[VariableBuffer]:
         """What to push, one wire buffer or message a shard."""
         finite, self._finite = self._finite, True
         if self.local is not None:
             self._enter()
-            wire_buffers = self.local.take()
+            wire_buffers = self.local.take_push()
         else:
             assert self._wire_buffers is not None, "push without a gradient"
             wire_buffers, self._wire_buffers = self._wire_buffers, None

@@ -145,7 +145,7 @@ class ShardStore:
 
     def hear_options(self, text: str) -> None:
         """The options that came with the gradient to be gathered next."""
-        self._options.hear(text)
+        self._options.hear_figures(text)
 
     @property
     def follows_options(self) -> bool:

@@ -45,7 +45,7 @@ class CheckpointSchedule:
         """Samples at which the next checkpoint is written; 0: none is due."""
         return self.request.at or 0 if self.request is not None else 0
 
-    def look(self, samples: int, present: Set[int]) -> None:
+    def look_for_one(self, samples: int, present: Set[int]) -> None:
         """Name the point of the next checkpoint where one is due (the dealing server, after every update), once the
         workers that are `present` all know of the last one: each writes its part of that when it is answered."""
         if self.writer is None or not self.decides or self.final:
@@ -78,7 +78,7 @@ class CheckpointSchedule:
         """Whether this server, which was told so, writes the end of the run now."""
         return self.writer is not None and self._last_at > self.last
 
-    def hear(self, request: CheckpointRequest | None, samples: int) -> None:
+    def hear_request(self, request: CheckpointRequest | None, samples: int) -> None:
         """Take over what a push brings: the next point from the dealing server, or that its sender has been asked to
         end."""
         if self.writer is None or self.final or request is None:

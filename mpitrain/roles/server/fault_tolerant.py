@@ -93,7 +93,7 @@ class FaultTolerantServer(Server):
             FinalRequest: self._on_final,
             Leave: self._on_leave,
             AskAverage: self._on_ask_average,
-            **dict.fromkeys(OF_VALIDATIONS, self.units.take),
+            **dict.fromkeys(OF_VALIDATIONS, self.units.take_message),
         }
         self._alone_since_s: float | None = None
 

@@ -29,7 +29,7 @@ class Gathering:
         """Whether nothing has arrived since the last update."""
         return not self._pending and not self._added
 
-    def take(
+    def take_gradient(
         self, worker: int, step: int, payload: object, weight: float, share: float = 1.0, options: str = ""
     ) -> None:
         """One more gradient; `options`: what came with it of the optimizer's."""

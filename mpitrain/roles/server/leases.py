@@ -49,11 +49,11 @@ class Leases:
                 self._dealt.setdefault(worker, []).extend(self._deal(worker, active))
 
     def top_up(self, worker: int, num_leases: int, active: Set[int]) -> None:
-        """Deal what the next `take` will send along."""
+        """Deal what the next `take_leases` will send along."""
         for _ in range(num_leases):
             self._dealt.setdefault(worker, []).extend(self._deal(worker, active))
 
-    def take(self, worker: int, num_leases: int, active: Set[int]) -> list[Lease]:
+    def take_leases(self, worker: int, num_leases: int, active: Set[int]) -> list[Lease]:
         """What to send along with an answer: leases dealt before, and so many more as far as they go."""
         self.top_up(worker, num_leases, active)
         return self._dealt.pop(worker, [])
@@ -97,11 +97,11 @@ class Leases:
             return False
         return self.outstanding() or self.dealer.deal(NOBODY) is not None
 
-    def settle(self, worker: int) -> Lease | None:
+    def settle_lease(self, worker: int) -> Lease | None:
         """`worker` has pushed here what it made of its oldest lease."""
         if self.dealer is None:
             return None
-        lease = self.dealer.settle(worker)
+        lease = self.dealer.settle_lease(worker)
         if self.strategy.servers > 1:
             self._unconfirmed.setdefault(worker, []).append(lease)
         return lease

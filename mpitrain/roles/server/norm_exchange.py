@@ -67,7 +67,7 @@ class NormExchange:
         self.ended: set[int] = set()
         self._squares: dict[int, dict[int, float]] = {}
 
-    def hear(self, source: int, message: PartialNorm | Ended) -> None:
+    def hear_norm(self, source: int, message: PartialNorm | Ended) -> None:
         """Another server's part, or that no more comes from it."""
         if isinstance(message, Ended):
             self.ended.add(source)
@@ -88,7 +88,7 @@ class NormExchange:
         """Whether `leader` has begun an update that this server has not."""
         return leader in self._squares.get(self.number + 1, {})
 
-    def take(self, number: int) -> float:
+    def take_norm(self, number: int) -> float:
         """The norm of the update."""
         squares = self._squares.pop(number)
         return float(sum(sorted(squares.values())) ** 0.5)
@@ -122,7 +122,7 @@ class _Listener(FailureDetector):
             return None
         source, message = arrived
         if isinstance(message, PartialNorm | Ended):
-            self.exchange.hear(source, message)
+            self.exchange.hear_norm(source, message)
         elif isinstance(message, Ordered):
             self._order.append(message)
         else:
@@ -229,6 +229,6 @@ class ClippingServer(FaultTolerantServer):
             while not self.exchange.is_whole(number):
                 yield from self._listener.listen(())
             self._listener.waits_for_servers = False
-        norm = self.exchange.take(number)
+        norm = self.exchange.take_norm(number)
         if not is_empty:
             yield Compute(lambda: store.apply(norm), "apply", num_batches=self.gathering.num_taken)

@@ -102,7 +102,7 @@ class Server:
     def run(self) -> Role:
         """Serve until every worker has left; returns the shard's counts."""
         self.leases.first(sorted(self.table.active), self.table.active)
-        self.checkpoints.look(self.counts.samples_accepted, self.table.present)
+        self.checkpoints.look_for_one(self.counts.samples_accepted, self.table.present)
         while (arrived := (yield from self._next())) is not None:
             yield from self._take(*arrived)
         if (
@@ -169,7 +169,7 @@ class Server:
         record = self.table[worker]
         record.next_step, record.no_pull = message.step + 1, not message.pull
         record.num_batches += message.num_batches
-        self.checkpoints.hear(message.checkpoint, self.counts.samples_accepted)
+        self.checkpoints.hear_request(message.checkpoint, self.counts.samples_accepted)
         lease = self._lease_of(worker, message)
         again = lease is not None and not self.processed.add(lease)
         now_s = yield Now()
@@ -201,7 +201,7 @@ class Server:
                 payload = self.store.correct(worker, payload, num_reads)
             weight *= self.leases.weight(message.samples)
             share = self.leases.share(message.share)
-            self.gathering.take(worker, message.step, payload, weight, share, message.options)
+            self.gathering.take_gradient(worker, message.step, payload, weight, share, message.options)
             record.pending_difference = self.strategy.elastic
             self.gathering.add_in_turn(self.strategy.contributors(self.table.active))
         else:
@@ -220,7 +220,7 @@ class Server:
     def _lease_of(self, worker: int, message: Push) -> Lease | None:
         """What a push was made of; None where workers bring their own data."""
         lease = message.lease
-        settled = self.leases.settle(worker)
+        settled = self.leases.settle_lease(worker)
         if settled is not None and settled != lease:
             raise WireError(f"rank {worker} pushes {lease}, step {message.step}, where {settled} was due")
         return lease
@@ -245,7 +245,7 @@ class Server:
             self.gathering.clear()
             self.counts.update()
             self.checkpoints.try_out(self.state)
-            self.checkpoints.look(self.counts.samples_accepted, self.table.present)
+            self.checkpoints.look_for_one(self.counts.samples_accepted, self.table.present)
             if self.checkpoints.due(self.counts.samples_accepted):
                 yield from self._write_checkpoint()
         for worker in verdict.restart:
@@ -330,7 +330,7 @@ class Server:
         self.table.move(worker, event)
         record = self.table[worker]
         assert record.next_step is not None, "it has joined"
-        leases = self.leases.take(worker, num_leases, self.table.active)
+        leases = self.leases.take_leases(worker, num_leases, self.table.active)
         payload = None
         if not record.no_pull:
             payload = self.store.read(worker, uses=uses)
@@ -372,7 +372,7 @@ class Server:
 
     def _on_done(self, worker: int, message: Done) -> Steps:
         self._enter(worker, WorkerEvent.DONE, message)
-        self.checkpoints.hear(message.checkpoint, self.counts.samples_accepted)
+        self.checkpoints.hear_request(message.checkpoint, self.counts.samples_accepted)
         if (
             not message.all_answered
         ):  # ordered to stop, perhaps by a server that has given it up and processes nothing of it any more
@@ -407,7 +407,7 @@ class Server:
 
     def _on_told(self, worker: int, message: Told) -> Steps:
         """A validation has given a figure: from the next update on the rates follow it."""
-        self.pace.hear(message.text)
+        self.pace.hear_figures(message.text)
         yield from ()
 
     def _untold(self, worker: int) -> str:

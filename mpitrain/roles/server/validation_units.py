@@ -31,7 +31,7 @@ class ValidationUnits:
         self._snapshot: Any = None  # a payload
         self._informed: set[int] = set()  # who has been sent what is measured
 
-    def take(self, worker: int, message: Message) -> Steps:
+    def take_message(self, worker: int, message: Message) -> Steps:
         """A message of a validation."""
         if isinstance(message, Divide):
             yield from self._begin(worker, message)

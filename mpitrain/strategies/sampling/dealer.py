@@ -321,7 +321,7 @@ class BatchDealer:
         again = sum(-(-lease.num_samples // (lease.batch_size or self.batch_size)) for lease in held)
         self.num_batches = self.num_dealt - again + num_batches
 
-    def settle(self, worker: int) -> Lease:
+    def settle_lease(self, worker: int) -> Lease:
         """`worker` has handed in the gradient of its oldest lease."""
         leases = self.outstanding[worker]
         lease = leases.pop(0)

@@ -148,7 +148,7 @@ class LocalReplica(Stepper):
         """BatchNorm's and the like."""
         return list(self.module.buffers())
 
-    def hear(self, text: str) -> Exchange:
+    def hear_figures(self, text: str) -> Exchange:
         """What the first worker has measured that a scheduler goes by, for all."""
         return Exchange(lambda: self._hear(text), _no_bytes)
 
@@ -179,7 +179,7 @@ class LocalReplica(Stepper):
         assert figures is not None, "or nobody asks"
         [own] = json.loads(text)
         [values] = yield Ask([torch.tensor(own, dtype=torch.float64)], first=True)
-        figures.take([values.tolist()])
+        figures.take_rows([values.tolist()])
 
     def _agree_to_end(self, ends: bool) -> Asking:
         rows = yield Ask(numbers=(int(ends),))

@@ -153,7 +153,7 @@ class SplitTrainer(Trainer):
         metrics = dict(runtime.broadcast(attempt(runtime, summed_up)))
         if samples is not None:
             attempt(runtime, lambda: self.validations.check(metrics))
-            self.validations.take(metrics, samples, self._save_chosen)
+            self.validations.take_metrics(metrics, samples, self._save_chosen)
         return metrics
 
     def _save_chosen(self, path: Path, metadata: dict[str, str]) -> None:

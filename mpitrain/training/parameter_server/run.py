@@ -352,7 +352,7 @@ def _restore_ticks(session: Session, replica: Replica, worker: Worker) -> None:
     counted += [replica.reduced.updates.pace] if isinstance(replica, HybridReplica) else []
     for pace in counted:  # of what changes the server tells
         go_on(session, Pace(ticks=pace.ticks), role, role["applied_samples"])
-        pace.hear(json.dumps(role.get("figures", ())))
+        pace.hear_figures(json.dumps(role.get("figures", ())))
     worker.validations.go_on_from(role.get("figures"))
 
 

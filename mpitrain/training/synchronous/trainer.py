@@ -376,9 +376,9 @@ class Trainer(AlikeReplica):
 
         return together(meet)
 
-    def hear(self, text: str) -> Exchange:
+    def hear_figures(self, text: str) -> Exchange:
         """What the first rank has measured that a scheduler goes by, for all."""
-        return together(lambda: self.stepper.updates.pace.hear(self.session.runtime.broadcast(text)))
+        return together(lambda: self.stepper.updates.pace.hear_figures(self.session.runtime.broadcast(text)))
 
     def agree_to_end(self, ends: bool) -> Exchange:
         """The first rank knows whether a validation has ended the run."""

@@ -86,7 +86,7 @@ class Validations(ValidationCadence):
                 + ", ".join(sorted(metrics))
             )
 
-    def take(
+    def take_metrics(
         self, metrics: Mapping[str, float], samples: int, save: Callable[[Path, dict[str, str]], None]
     ) -> None:
         """Judge what was measured after so many accepted samples.

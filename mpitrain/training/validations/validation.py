@@ -214,7 +214,7 @@ class Measure:
         metrics = conclude(self.metrics, rows)
         check_targets(self.job.target, metrics)
         if self.validations is not None and samples is not None:
-            self.validations.take(metrics, samples, functools.partial(self._save, averaged))
+            self.validations.take_metrics(metrics, samples, functools.partial(self._save, averaged))
         return metrics
 
     def _save(self, averaged: Averaged | None, path: Path, metadata: dict[str, str]) -> None:
