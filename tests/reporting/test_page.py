@@ -302,3 +302,53 @@ def test_a_figure_shows_names_that_are_no_text_escaped():
     drawing.line([1, 2], [1, 2], 1, name="run\udc80")
     drawn = drawing.svg("y\ud800")
     assert all(escaped in drawn for escaped in ("x\\udcff", "y\\ud800", "run\\udc80"))
+
+
+def test_families_of_metrics_are_folded_and_what_changed_stands_first(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"event": "start", "t": 0.0}]
+    for at in (1, 2, 3):
+        metrics = {f"recall/class_{one}": 0.1 * at + one / 100 for one in range(30)}
+        metrics |= {f"support/class_{one}": 12.0 for one in range(30)}
+        metrics |= {"accuracy": 0.3 * at, "auc": 0.5 + 0.01 * at, "size": 7.0, "validation_loss": 1.0 / at}
+        rows.append({"event": "validation", "t": float(at), "samples": 10 * at, "epoch": at, **metrics})
+    run = write_run(tmp_path / "run", rows, {"target": {"auc": 0.9}, "metrics": metrics, "status": "missed"})
+    text, _ = made(run)
+    titles = re.findall(r"<figcaption><b>(.*?)</b>", text)
+    assert titles == ["Loss", "auc", "accuracy", "recall/class_*"], (
+        "the target's, then what changed, then families"
+    )
+    assert "Unchanged from the first validation to the last: support/class_*, size." in text
+    fold = text.partition("<summary>recall/class_*: 30 metrics</summary>")[2].partition("</details>")[0]
+    assert fold.count("<tr>") == 31 and "<details open" not in text
+    assert Tables(fold).row("recall/class_29") == ["0.39", "0.59", "0.2"]
+
+
+def test_a_run_validated_once_is_told_and_has_no_empty_picture(tmp_path: Path) -> None:
+    rows = [
+        {"event": "start", "t": 0.0},
+        {"event": "progress", "t": 41.0, "step": 1, "samples": 10, "loss": 2.0, "samples_per_second": 0.2},
+        {
+            "event": "validation",
+            "t": 42.0,
+            "epoch": 1,
+            "samples": 20,
+            "validation_loss": 1.5,
+            "accuracy": 0.25,
+        },
+    ]
+    text, _ = made(write_run(tmp_path / "run", rows, {"metrics": {"validation_loss": 1.5, "accuracy": 0.25}}))
+    assert (
+        re.findall("<figcaption>.*", text) == []
+        and "Validated once, after 20 samples: validation_loss 1.5, accuracy 0.25." in text
+    )
+    assert "There are not yet points enough for a picture." in text
+
+
+def test_time_counts_from_the_first_step_of_each_start(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for _ in range(2):
+        rows += [{"event": "start", "t": 0.0}, {"event": "training", "t": 40.0, "samples": 0}]
+        rows += [{"event": "progress", "t": 40.0 + at, "samples": 10 * at, "loss": 1.0} for at in (1, 2)]
+    (run,) = read_runs([write_run(tmp_path / "run", rows)])
+    assert [row["trained_s"] for row in run.of_kind("progress")] == [1.0, 2.0, 3.0, 4.0]
+    assert [row["at_s"] for row in run.of_kind("progress")] == [41.0, 42.0, 83.0, 84.0]

@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.reporting.pages.figures import MOST_BARS, Drawing, colour, label_ranks
-from mpitrain.reporting.pages.html_page import Key, Number, document, figure, figures, head, paragraphs, table
+from mpitrain.reporting.pages.html_page import (
+    Key,
+    Number,
+    document,
+    figure,
+    figures,
+    head,
+    paragraphs,
+    table,
+    used_columns,
+)
 from mpitrain.reporting.traced_time import CATEGORIES, Span, read_spans
 from mpitrain.system.sizes import size_text
 
@@ -23,16 +33,16 @@ def comparison_page(found: Mapping[str, Any]) -> str:
     title = f"{found['job'] or 'job'}: {len(found['rows'])} simulated runs"
     rows = [row for row in found["rows"] if "samples_per_s" in row]
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
-    failures = list(_failures(found["rows"]))
     note = (
         f"All seconds are virtual: batches take {found['compute']}, messages {found['network']}, and the rest "
         f"{found['costs']}; seed {found['seed']}. One device: {found['one_device_samples_per_s']:.6g} samples/s"
         + ("." if found["gradients"] else "; no gradients were computed.")
     )
     body = [
-        head(title, "failures" if failures else "finished", "warn" if failures else "good"),
+        head(title, *_status(found["rows"])),
         *paragraphs(_answers(rows, found["target"])),
-        *paragraphs(failures, "fail"),
+        *paragraphs(_failures(found["rows"], missed=False), "fail"),
+        *paragraphs(_failures(found["rows"], missed=True), "note"),
         *paragraphs([note], "note"),
         _figures_of(rows, found),
         "<h2>Curves</h2>",
@@ -62,10 +72,18 @@ def _answers(rows: Rows, target: object) -> Iterable[str]:
         yield f"First at the target: {who}, after {_digits(first['to_target']['virtual_s'])} virtual seconds."
 
 
-def _failures(rows: Rows) -> Iterable[str]:
+def _status(rows: Rows) -> tuple[str, str]:
+    if any(_failures(rows, missed=False)):
+        return "failures", "bad"
+    return ("targets missed", "warn") if any(_failures(rows, missed=True)) else ("finished", "good")
+
+
+def _failures(rows: Rows, missed: bool) -> Iterable[str]:
+    """Why runs were refused or failed, or else which have missed their target."""
     for row in rows:
-        if why := row.get("refused") or row.get("failure"):
-            yield f"{row['strategy']}, {row['workers']} workers: {why}"
+        why = row.get("refused") or row.get("failure")
+        if why and (row.get("status") == "missed") == missed:
+            yield f"{row['strategy']}, {row['workers']} worker{'s' * (row['workers'] > 1)}: {why}"
 
 
 def _figures_of(rows: Rows, found: Mapping[str, object]) -> str:
@@ -94,7 +112,7 @@ def _figures_of(rows: Rows, found: Mapping[str, object]) -> str:
             said = row.get("restarts", {})
             cells += [_number(said.get(key, "")) for key in ("num_restarts", "repeated_s", "starting_s")]
         lines.append([*cells, *(_number((row.get("metrics") or {}).get(name, "")) for name in metrics)])
-    return table([*titles, *metrics], lines)
+    return table(*used_columns([*titles, *metrics], lines))
 
 
 def _digits(value: object) -> str:

@@ -21,6 +21,7 @@ from mpitrain.reporting.run_files import RunFiles
 from mpitrain.reporting.targets import LOSS, Choice, goals_among, read_target
 
 LOSSES = "Loss"
+MOST_MARKED = 3  # of a family that has more members than there are colours
 MOST_OPEN = 6  # metrics that have a picture before the rest is folded
 
 
@@ -61,10 +62,13 @@ def curves(of: Shown) -> Iterable[str]:
             name for run in of.runs for row in run.of_kind("validation") for name in metrics_in(row)
         )
     )
-    main = [name for name in (of.by.metric if of.by else "", LOSS) if name in metrics]
+    main = [name for name in dict.fromkeys((of.by.metric if of.by else LOSS, LOSS)) if name in metrics]
     open_ones, folds, sentences = _sorted_out(of, metrics, main)
     drawn = [*_loss(of), *(one for name in open_ones for one in _metric(of, name)), *_throughput(of)]
-    sentences += [*_once(of, main), *([] if drawn else ["There are not yet points enough for a picture."])]
+    sentences += [
+        *_once(of, list(dict.fromkeys([*main, *metrics]))[:MOST_OPEN]),
+        *([] if drawn else ["There are not yet points enough for a picture."]),
+    ]
     yield "<h2>Curves</h2>"
     yield from paragraphs(sentences, "note")
     if drawn or folds:
@@ -137,14 +141,14 @@ def _change(of: Shown, name: str) -> float:
     return max(spread, within, 1e-9 if moved else 0.0) / size
 
 
-def _once(of: Shown, main: Sequence[str]) -> Iterable[str]:
+def _once(of: Shown, names: Sequence[str]) -> Iterable[str]:
     """What was measured once has no curve."""
     for run, name, _ in of.each():
-        found = [f"{one} {compact(points[0][1])}" for one in main if len(points := _points(run, one)) == 1]
+        found = [f"{one} {compact(points[0][1])}" for one in names if len(points := _points(run, one)) == 1]
         if found:
-            samples = int(_points(run, main[0])[0][0].get("samples") or 0)
-            before = "" if of.is_one else f"{name}: "
-            yield f"{before}validated once, after {samples:,} samples: {', '.join(found)}."
+            samples = int(run.of_kind("validation")[0].get("samples") or 0)
+            before = "Validated" if of.is_one else f"{name}: validated"
+            yield f"{before} once, after {samples:,} samples: {', '.join(found)}."
 
 
 def _x_label(of: Shown, x: str) -> tuple[str, float]:
@@ -164,7 +168,7 @@ def _picture(
     title: str,
     lines: Sequence[Line],
     note: str = "",
-    has_keys: bool = False,
+    those: Sequence[Key] = (),
     level: float | None = None,
 ) -> str:
     """The picture of these lines, by samples and by time; `level`: where a dashed line goes across."""
@@ -183,7 +187,7 @@ def _picture(
         return drawing
 
     notes = " ".join([note, *(["The scale is logarithmic."] if log else [])]).strip()
-    return figure(both_ways(title, draw), title, notes, [key for _, _, key in lines] if has_keys else [])
+    return figure(both_ways(title, draw), title, notes, those)
 
 
 def _has_curve(lines: Sequence[Line]) -> bool:
@@ -212,7 +216,7 @@ def _loss(of: Shown) -> Iterable[str]:
         f"{look}: {what}" for look, what in looks.items() if any(key.look == look for _, _, key in lines)
     ]
     note = "" if of.is_one else f"{', '.join(found).replace('line', 'thick').capitalize()}."
-    yield _picture(of, LOSSES, lines, note, of.is_one)
+    yield _picture(of, LOSSES, lines, note, [key for _, _, key in lines] if of.is_one else [])
 
 
 def _metric(of: Shown, name: str) -> Iterable[str]:
@@ -239,7 +243,7 @@ def _throughput(of: Shown) -> Iterable[str]:
 
 def _family(of: Shown, family: Family, changes: Mapping[str, float]) -> Iterable[str]:
     """A picture, of one run with a line for each, of several with their means; and a table of all."""
-    yield figures(list(_family_picture(of, family)))
+    yield figures(list(_family_picture(of, family, changes)))
     head = ["", *(["first", "last", "change"] if of.is_one else of.names)]
     lines: list[list[Any]] = []
     for name in sorted(family.names, key=lambda one: -changes[one]):
@@ -251,15 +255,17 @@ def _family(of: Shown, family: Family, changes: Mapping[str, float]) -> Iterable
     yield table(head, lines)
 
 
-def _family_picture(of: Shown, family: Family) -> Iterable[str]:
+def _family_picture(of: Shown, family: Family, changes: Mapping[str, float]) -> Iterable[str]:
     if of.is_one:
-        rows, few = of.runs[0].of_kind("validation"), len(family.names) <= NUM_COLOURS
-        looks = [
-            (number, "line") if few else (NUM_COLOURS, "thin") for number in range(1, len(family.names) + 1)
-        ]
-        lines = [(rows, name, Key(name, *look)) for name, look in zip(family.names, looks, strict=True)]
-        note = "" if few else f"A line for each of {len(family.names)}, whose values are in the table."
-        yield _picture(of, family.pattern, lines, note, has_keys=few)
+        rows, names = of.runs[0].of_kind("validation"), list(family.names)
+        few = len(names) <= NUM_COLOURS
+        marked = names if few else sorted(names, key=lambda name: -changes[name])[:MOST_MARKED]
+        those = [Key(name, number) for number, name in enumerate(marked, 1)]
+        rest = [Key(f"the other {len(names) - len(marked)}", NUM_COLOURS, "thin")] * (not few)
+        lines = [(rows, name, rest[0]._replace(text=name)) for name in names if name not in marked]
+        lines += [(rows, key.text, key) for key in those]
+        note = "" if few else "In colour what changed most; the table has all values."
+        yield _picture(of, family.pattern, lines, note, those=[*those, *rest])
         return
     lines = []
     for run, name, colour in of.each():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpitrain.reporting.pages.look import POLICY, SCRIPT, STYLE
 from mpitrain.system.saying import html_text
@@ -99,6 +99,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], best: Collectio
     ]
     first = f"<thead><tr>{''.join(titles)}</tr></thead>" if head else ""
     return f'<div class="table"><table>{first}<tbody>{"".join(body)}</tbody></table></div>'
+
+
+def used_columns(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> tuple[list[str], list[list[Any]]]:
+    """The table without the columns in which nothing stands."""
+    used = [at for at in range(len(titles)) if any(row[at] not in ("", None) for row in rows)]
+    return [titles[at] for at in used], [[row[at] for at in used] for row in rows]
 
 
 def _is_number(value: object) -> bool:

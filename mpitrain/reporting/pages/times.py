@@ -18,11 +18,11 @@ SHARES = {"compute_s": "computing", "wait_s": "waiting", "checkpoint_s": "checkp
 def sections(of: Shown) -> Iterable[str]:
     """All of it, as far as the runs have left it."""
     found = [*_times(of), *_staleness(of)]
-    if found or not of.is_one:
+    several = "" if of.is_one else _times_of_several(of)
+    if found or several:
         yield "<h2>Where the time went</h2>"
+    yield several
     yield figures(found)
-    if not of.is_one:
-        yield _times_of_several(of)
     yield from _traces(of)
 
 
@@ -62,15 +62,16 @@ def _times(of: Shown) -> Iterable[str]:
 
 def _times_of_several(of: Shown) -> str:
     """The mean over each run's workers."""
+    found = [
+        (name, times) for run, name in zip(of.runs, of.names, strict=True) if (times := worker_times(run))
+    ]
+    used = [part for part in SHARES if any(one[part] for _, times in found for one in times)]
     rows: list[list[Any]] = []
-    for run, name in zip(of.runs, of.names, strict=True):
-        if times := worker_times(run):
-            means = [sum(one[part] for one in times) / len(times) for part in SHARES]
-            whole = sum(means) or 1.0
-            rows.append(
-                [name, *(Number(mean, f"{mean:.3g} s ({100 * mean / whole:.0f} %)") for mean in means)]
-            )
-    return table(["mean of the workers", *SHARES.values()], rows) if rows else ""
+    for name, times in found:
+        means = [sum(one[part] for one in times) / len(times) for part in used]
+        whole = sum(means) or 1.0
+        rows.append([name, *(Number(mean, f"{mean:.3g} s ({100 * mean / whole:.0f} %)") for mean in means)])
+    return table(["mean of the workers", *(SHARES[part] for part in used)], rows) if rows else ""
 
 
 def shares(run: RunFiles, title: str) -> str:

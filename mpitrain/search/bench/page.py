@@ -21,6 +21,7 @@ from mpitrain.reporting.pages.html_page import (
     keys,
     paragraphs,
     table,
+    used_columns,
 )
 from mpitrain.search.bench.text import reasons, sentence
 from mpitrain.system.sizes import size_text
@@ -92,8 +93,7 @@ def _figures_of(rows: Rows) -> str:
             f"{row['num_met']} of {row['num_runs']}",
         ]  # fmt: skip
         lines.append([*cells, *(row["metrics"].get(name, {}).get("mean", "") for name in names)])
-    used = [at for at in range(len(titles) + len(names)) if any(line[at] != "" for line in lines)]
-    return table([[*titles, *names][at] for at in used], [[line[at] for at in used] for line in lines])
+    return table(*used_columns([*titles, *names], lines))
 
 
 def _ratio(value: float | None) -> Any:
