@@ -383,7 +383,7 @@ FEATURES = (
         {"step": "gan"},
         (
             Row(
-                ("allreduce()",),
+                ("allreduce()", "sync()", "sync(servers=2)"),
                 "the mean gradient of all workers, once a step of each optimizer",
             ),
             Row(
@@ -392,8 +392,8 @@ FEATURES = (
             ),
             Row(
                 (
-                    "sync()",
                     "backup()",
+                    "sync(push_wire=topk())",
                     "async()",
                     "async(servers=2)",
                     "softsync(updates=2)",

@@ -63,6 +63,10 @@ ASKED: dict[str, Asked] = {
     "device": Asked(lambda run: run.overrides.device not in (None, "auto", "cpu"), "--device {why}"),
     "sync_batchnorm": Asked(lambda run: run.job.sync_batchnorm, "{strategy}: sync_batchnorm: {why}"),
     "sync_batchnorm of several workers": Asked(lambda run: run.job.sync_batchnorm and run.num_workers > 1),
+    "step, on_nonfinite=skip": Asked(
+        lambda run: run.job.step is not None and run.job.on_nonfinite == "skip",
+        "{strategy}: several optimizers: {why}",
+    ),
     "step": Asked(lambda run: run.job.step is not None, "{strategy}: several optimizers: {why}"),
     "patience": Asked(lambda run: run.job.patience is not None),
     "on_nonfinite=skip": Asked(lambda run: run.job.on_nonfinite == "skip", "{why}"),

@@ -27,17 +27,18 @@ class Push(Sent):
 
     version: of this shard, which the gradient was computed on.
     step: of this push.
-    samples: in the batches that it was made of.
+    samples: in the batches that it was made of; 0 of a step within a batch, whose last step counts them.
     payload: the gradient.
     share: its share in the mean of an update: samples, or the weight that the loss reports.
     loss: the mean of the batches.
     finite: neither the loss nor any number of the gradient, on any shard, is a NaN or infinite.
     pull: the worker wants the parameters back; otherwise it goes on with what it has.
-    lease: what it was made of; None where workers bring their own data.
-    num_batches: how many it was made of.
+    lease: what it was made of; None where workers bring their own data, and of a step within a batch.
+    num_batches: how many it was made of; 0 of a step within a batch.
     checkpoint: the next one that the worker knows of; or a request, because the worker or one of its servers has been
         asked to end.
     options: those of the server's optimizer that came with the gradient, as JSON text; empty where none has changed.
+        Of several optimizers, whose gradient it is.
     """
 
     version: int

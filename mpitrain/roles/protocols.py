@@ -90,6 +90,10 @@ class Gradient(Protocol):
     def options(self) -> str:
         """Options of the server's optimizer that have changed, as JSON text; empty where none has."""
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is more of the batch: a step within it is pushed, and then `gradient` asked for again."""
+
 
 class Replica(Protocol):
     """The worker's copy of the model with its data, opaque to the role."""

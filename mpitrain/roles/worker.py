@@ -212,6 +212,11 @@ class Worker:
         self._look_ahead()
         return batch
 
+    def _put_back(self, lease: Lease | None, last: Lease | None) -> None:
+        assert lease is not None, "of a loop"
+        self.batches.appendleft((lease, last))
+        self._num_prefetched += 1
+
     def _look_ahead(self) -> None:
         for lease, _ in itertools.islice(self.batches, self._num_prefetched, PREFETCH):
             self.replica.prefetch(lease)
@@ -247,9 +252,7 @@ class Worker:
             step=self.num_batches,
         )
         if gradient is None and self.row_pulls is not None:  # it came upon rows that nobody had named
-            assert lease is not None
-            self.batches.appendleft((lease, last))
-            self._num_prefetched += 1
+            self._put_back(lease, last)
             return True
         if gradient is None:
             return False
@@ -257,15 +260,17 @@ class Worker:
             assert lease is None, "whoever deals the batches names the checkpoints too"
             yield from self._save(gradient)
             return True
-        if isinstance(gradient, Interrupted):
-            # by the server's answer: the same batch again, on the new version
-            assert lease is not None
-            self.batches.appendleft((lease, last))
-            self._num_prefetched += 1
+        if isinstance(gradient, Interrupted):  # by the server's answer: again, on the new version
+            self._put_back(lease, last)
             yield from self.collect()
             return True
         computed_s = yield Now()
         self._unpushed.append(gradient)
+        if gradient.goes_on:
+            self._put_back(lease, last)
+            yield from self._push()
+            self.compute_s += computed_s - started_s
+            return True
         self.num_batches, self._since_pull = self.num_batches + 1, self._since_pull + 1
         self.samples += gradient.samples
         if last or (not self.rhythm.leased and len(self._unpushed) == self.rhythm.push_every):
@@ -299,7 +304,7 @@ class Worker:
                 payload.release()
             return
         samples = sum([gradient.samples for gradient in self._unpushed])
-        loss = sum([gradient.loss * gradient.samples for gradient in self._unpushed]) / samples
+        loss = sum([gradient.loss * gradient.samples for gradient in self._unpushed]) / max(1, samples)
         # the last lease of an epoch may be short: where pulls go with pushes, they do then too
         ends = self.next_checkpoint is not None and self.next_checkpoint.final
         asks = not ends and (self._requested or (self.writer is not None and self.writer.asked()))
@@ -316,7 +321,7 @@ class Worker:
                 finite=is_finite,
                 pull=pull,
                 lease=lease,
-                num_batches=len(self._unpushed),
+                num_batches=0 if self._unpushed[-1].goes_on else len(self._unpushed),
                 checkpoint=CheckpointRequest() if asks else self.next_checkpoint,
                 options=self._unpushed[-1].options,
             )
@@ -485,12 +490,11 @@ class Worker:
             note = {"name": "validation", "epoch": epoch + 1, "samples": self.progress, **metrics}
             self.report.event(**note)
             yield Send(self.roles.dealer, Note(json.dumps(note)))
-            if self.validations.informs:
-                yield from self._tell(self.validations.told(metrics))
-
-    def _tell(self, text: str) -> Generator[Effect, Any, None]:
-        """What a scheduler goes by; workers with rates of their own learn of it by the dealing server's answers."""
-        yield from self._broadcast(Told(self.step, text))
-        if len(self.roles.workers) == 1:  # or else they would not step at the same rates
-            self.replica.hear_figures(text)
-            self.replica.progress(self.progress)
+            if (
+                self.validations.informs
+            ):  # those with rates of their own learn of it by the dealing server's answers
+                text = self.validations.told(metrics)
+                yield from self._broadcast(Told(self.step, text))
+                if len(self.roles.workers) == 1:  # or else they would not step at the same rates
+                    self.replica.hear_figures(text)
+                    self.replica.progress(self.progress)

@@ -39,7 +39,7 @@ class Nothing:
     """A gradient that took its time."""
 
     __slots__ = ("samples", "share")
-    loss, finite, options = 0.0, True, ""
+    loss, finite, options, goes_on = 0.0, True, "", False
 
     def __init__(self, samples: int):
         self.samples, self.share = samples, float(samples)

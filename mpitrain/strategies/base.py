@@ -195,6 +195,11 @@ class Strategy(Value):
         return self.warmup.epochs > 0
 
     @property
+    def steps_in_batch(self) -> bool:
+        """Whether servers take several steps in a batch, each with the gradients of all workers."""
+        return False
+
+    @property
     def begins_together(self) -> bool:
         """Whether gradients are averaged in the first steps, and not later."""
         return False

@@ -149,12 +149,17 @@ REFUSED: dict[str, tuple[Rule, ...]] = {
              "allreduce() without one"),
         Rule(lambda one: one.begins_together, "in its first steps gradients are averaged in the middle of a step, and "
              "later not: leave start out, or use allreduce()"),
-        Rule(lambda one: one.has_servers and not (one.elastic or one.steps_on_workers), f"{_SEVERAL_STEPS}, and to "
-             'servers a batch is one gradient; use optimizer="worker" of this strategy, localsgd() or allreduce()'),
+        Rule(lambda one: one.has_servers and not (one.steps_in_batch or one.elastic or one.steps_on_workers),
+             f"{_SEVERAL_STEPS}, and to servers a batch is one gradient, but under sync() without codec, damping or "
+             'aggregation; use that, optimizer="worker" of this strategy, localsgd() or allreduce()'),
         Rule(lambda one: one.splits_model or (one.sends_messages and not one.has_servers), f"{_SEVERAL_STEPS}, and "
              'here a batch is one gradient; use allreduce(), localsgd() or async(optimizer="worker")'),
         Rule(lambda one: one.all_reduces, "the step function averages gradients in the middle of a step, and in "
              "virtual time ranks compute one after another: use `mpitrain train`", (VIRTUAL,)),
+    ),
+    "step, on_nonfinite=skip": (
+        Rule(lambda one: one.steps_in_batch, "servers leave out a gradient that is not finite, and here others wait "
+             'for it in the middle of a batch: use on_nonfinite="stop", or optimizer="worker"'),
     ),
     "sync_batchnorm": (
         Rule(always, "sync_batchnorm exchanges statistics in the middle of a forward pass through torch.distributed, "

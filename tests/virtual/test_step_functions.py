@@ -3,6 +3,8 @@ loops."""
 
 import copy
 import functools
+import json
+import threading
 
 import pytest
 import torch
@@ -28,6 +30,85 @@ def assert_close(found, expected, tolerance=1e-12):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize(("text", "num_workers"), [("sync()", 1), ("sync()", 3), ("sync(servers=3)", 3)])
+def test_servers_take_every_step_of_a_batch_with_the_mean_of_all_workers(
+    text, num_workers, clip_norm, tmp_path
+):
+    """The last batch of an epoch is an incomplete one. With one worker to the bit."""
+    job = gan.make_job(batch_size=gan.BATCH // num_workers, clip_norm=clip_norm, ema=0.5)
+    found, expected = trained(tmp_path, job, text, num_workers), gan.serial(clip_norm)
+    assert_close(found, expected)
+    if num_workers == 1:
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["samples"] for row in rows if row["event"] == "end"] == [gan.EPOCHS * gan.SAMPLES]
+
+
+def test_the_average_of_the_weights_follows_whole_batches(tmp_path):
+    def once(model, optimizers, batch):  # the mean of both steps would be another average
+        return gan.step(model, optimizers, batch)
+
+    trained(tmp_path, gan.make_job(step=once, ema=0.5), "sync()", 1)
+    expected, averaged = None, load_file(tmp_path / "model-ema.safetensors")
+    torch.manual_seed(0)
+    model, reader, number = gan.networks(), gan.DATA.reader(None, 0), 0
+    optimizers = {
+        "generator": gan.OPTIMIZERS["generator"](model["generator"].parameters()),
+        "discriminator": gan.OPTIMIZERS["discriminator"](model["discriminator"].named_parameters()),
+    }
+    for epoch in range(gan.EPOCHS):
+        for start in range(0, gan.SAMPLES, gan.BATCH):
+            seed_step(0, 0, number)
+            gan.step(model, optimizers, reader.batch(epoch, start, min(gan.BATCH, gan.SAMPLES - start)))
+            now = {name: one.detach().clone() for name, one in model.state_dict().items()}
+            expected = now if expected is None else {n: (expected[n] + now[n]) / 2 for n in now}
+            number += 1
+    assert_close(averaged, expected)
+
+
+class Hooked(torch.optim.SGD):
+    elementwise = True
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.register_step_pre_hook(lambda *_: None)
+
+
+def slowing(model, optimizers, batch):
+    optimizers["generator"].param_groups[0]["lr"] *= 0.5
+    return gan.step(model, optimizers, batch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer": {**gan.OPTIMIZERS, "generator": Hooked}}, "'generator' has step hooks.*optimizer=\"worker\""),
+        ({"step": slowing}, "changes options of an optimizer whose steps servers take.*scheduler="),
+        ({"on_nonfinite": "skip"}, "others wait for it in the middle of a batch"),
+    ],
+)  # fmt: skip
+def test_what_a_server_could_not_follow_is_refused(changes, said, tmp_path):
+    with pytest.raises(UsageError, match=said):
+        trained(tmp_path, gan.make_job(**changes), "sync()", 2)
+
+
+def test_a_run_that_ends_in_the_middle_of_a_batch_leaves_no_thread(tmp_path):
+    before = threading.active_count()
+    result = mt.simulate(gan.make_job(step=poisoned), mt.Sync(), workers=2, run_dir=str(tmp_path), quiet=True)
+    assert result["status"] == "fail" and "the gradient is not finite" in result["failure"]
+    assert threading.active_count() == before
+
+
+def test_a_function_that_fails_in_its_middle_fails_the_run(tmp_path):
+    def failing(model, optimizers, batch):
+        gan.step(model, optimizers, batch)
+        raise OverflowError("in the middle")
+
+    with pytest.raises(OverflowError, match="in the middle"):
+        trained(tmp_path, gan.make_job(step=failing), "sync()", 2)
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
@@ -110,7 +191,7 @@ def accumulated(num_parts, size, num_ranks=1):
     return model.state_dict()
 
 
-@pytest.mark.parametrize("text", ["localsgd()", 'async(optimizer="worker")'])
+@pytest.mark.parametrize("text", ["localsgd()", 'async(optimizer="worker")', "sync()"])
 def test_a_step_of_several_batches_steps_with_their_mean(text, tmp_path):
     job = gan.make_job(batch_size=4, accumulate=3, data=toy.Memory(24))
     found = trained(tmp_path, job, text, 1)
@@ -128,7 +209,7 @@ def float_step(model, optimizers, batch):
     return gan.step(model, optimizers, {"x": batch["x"].float()})
 
 
-@pytest.mark.parametrize("text", ["localsgd()", 'async(optimizer="worker")'])
+@pytest.mark.parametrize("text", ["localsgd()", 'async(optimizer="worker")', "sync()"])
 def test_bfloat16_is_autocast_around_the_whole_function(text, tmp_path, monkeypatch):
     monkeypatch.setattr(gan, "real_of", lambda batch: batch["x"][:, 3:])
     monkeypatch.setattr(gan, "noise_of", lambda batch: batch["x"][:, :3])
@@ -153,7 +234,7 @@ def test_bfloat16_is_autocast_around_the_whole_function(text, tmp_path, monkeypa
     assert any(not torch.equal(found[name], plain[name]) for name in found)
 
 
-@pytest.mark.parametrize("text", ["localsgd(period=1)", 'sync(optimizer="worker")'])
+@pytest.mark.parametrize("text", ["localsgd(period=1)", 'sync(optimizer="worker")', "sync(servers=2)"])
 def test_threads_train_the_same_and_a_resumed_run_goes_on(text, tmp_path):
     run = functools.partial(mt.train, strategy=parse(text, "strategy"), threads=2, quiet=True)
     make = functools.partial(gan.make_job, batch_size=6, data=toy.Memory(24), checkpoint_every="1")
@@ -165,14 +246,15 @@ def test_threads_train_the_same_and_a_resumed_run_goes_on(text, tmp_path):
     assert_close(trained(tmp_path / "virtual", make(epochs=2), text, 2), whole)
 
 
-def test_a_step_that_is_not_finite_moves_nothing_where_it_is_skipped(tmp_path):
-    def poisoned(model, optimizers, batch):
-        losses = gan.step(model, optimizers, batch)
-        optimizers["generator"].zero_grad()
-        (model["generator"](gan.noise_of(batch)).sum() * float("nan")).backward()
-        optimizers["generator"].step()
-        return losses
+def poisoned(model, optimizers, batch):
+    losses = gan.step(model, optimizers, batch)
+    optimizers["generator"].zero_grad()
+    (model["generator"](gan.noise_of(batch)).sum() * float("nan")).backward()
+    optimizers["generator"].step()
+    return losses
 
+
+def test_a_step_that_is_not_finite_moves_nothing_where_it_is_skipped(tmp_path):
     job = gan.make_job(step=poisoned, on_nonfinite="skip", data=toy.Memory(24))
     found = trained(tmp_path, job, 'async(optimizer="worker")', 1)
     torch.manual_seed(0)
@@ -197,7 +279,7 @@ def test_what_steps_by_turns_with_some_batches_only_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("async()", 'to servers a batch is one gradient; use optimizer="worker"'), ("sharded()", "here a batch is one"),
+        ("async()", "to servers a batch is one gradient, but under sync"), ("sharded()", "here a batch is one"),
         ("decentralized()", "here a batch is one gradient; use allreduce"), ("localsgd(start=3)", "leave start out"),
     ],
 )  # fmt: skip

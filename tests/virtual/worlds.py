@@ -101,6 +101,7 @@ class Gradient(NamedTuple):
     finite: bool
     share: float
     options: str = ""
+    goes_on: bool = False
 
 
 class NumberReplica:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mpitrain.errors import UsageError
+from mpitrain.model.optimizers.several_optimizers import SeveralOptimizers
 from mpitrain.strategies.base import ServerStrategy
 
 ELEMENTWISE = (
@@ -45,8 +46,10 @@ def check_elementwise(optimizer: Optimizer) -> None:
         UsageError: its class is not one of torch's elementwise optimizers and does not declare itself
             `elementwise = True`.
     """
+    for one in getattr(optimizer, "optimizers", {}).values():
+        check_elementwise(one)
     cls = type(optimizer)
-    if not _is_known(cls) and not getattr(cls, "elementwise", False):
+    if not (_is_known(cls) or hasattr(optimizer, "optimizers")) and not getattr(cls, "elementwise", False):
         raise UsageError(
             f"optimizer {cls.__name__} cannot run on a parameter server: a server owns slices that cut through "
             f"layers, so only elementwise optimizers keep their meaning there ({', '.join(ELEMENTWISE)}). Use "
@@ -79,10 +82,27 @@ def rebuild(prototype: Optimizer, slices: list[tuple[int, nn.Parameter]]) -> Opt
     """A new optimizer of the prototype's class over `slices` of (parameter group index, 1-D parameter), with
     each group's options.
     """
+    if isinstance(prototype, SeveralOptimizers):
+        return _rebuild_several(prototype, slices)
     accepted = inspect.signature(type(prototype).__init__).parameters
     defaults = {key: value for key, value in prototype.defaults.items() if key in accepted}
     groups = [{**_options(prototype.param_groups[group]), "params": [piece]} for group, piece in slices]
     return type(prototype)(groups, **defaults)
+
+
+def _rebuild_several(
+    prototype: SeveralOptimizers, slices: list[tuple[int, nn.Parameter]]
+) -> SeveralOptimizers:
+    """Each of those of whose groups there are slices, which lie in the order of groups."""
+    made, begin = {}, 0
+    for name, one in prototype.optimizers.items():
+        end = begin + len(one.param_groups)
+        if own := [(group - begin, piece) for group, piece in slices if begin <= group < end]:
+            made[name] = rebuild(one, own)
+        begin = end
+    several = SeveralOptimizers(made)
+    several.turn = ""  # of none, until a push says whose
+    return several
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

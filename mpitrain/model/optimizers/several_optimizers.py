@@ -23,6 +23,7 @@ class SeveralOptimizers(Optimizer):
 
     def __init__(self, optimizers: Mapping[str, Optimizer]):
         self.optimizers = dict(optimizers)  # Optimizer.__init__ would make groups of its own
+        self.turn: str | None = None  # whose it is
         self.defaults = {key: value for one in optimizers.values() for key, value in one.defaults.items()}
         holders: dict[int, str] = {}
         for name, one in self.optimizers.items():
@@ -45,8 +46,16 @@ class SeveralOptimizers(Optimizer):
         return {parameter: kept for one in self.optimizers.values() for parameter, kept in one.state.items()}
 
     def step(self, closure: object = None) -> Any:
-        """The job's step function steps each by name."""
-        raise AssertionError("several optimizers are stepped by name")
+        """Step the one whose turn it is, on a server; elsewhere the job's step function steps each by name."""
+        assert self.turn is not None, "several optimizers are stepped by name"
+        if (one := self.optimizers.get(self.turn)) is not None:  # or none of its parameters are here
+            return one.step()
+
+    def begin_with(self, parameter: Any, state: dict[str, Any]) -> None:
+        """What the optimizer of this parameter remembers of it."""
+        for one in self.optimizers.values():
+            if any(each is parameter for group in one.param_groups for each in group["params"]):
+                one.state[parameter] = state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of all of them."""

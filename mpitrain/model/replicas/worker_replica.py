@@ -27,13 +27,14 @@ from mpitrain.model.wire.reply_codec import ReplyReader
 class Gradient(NamedTuple):
     """What one batch gave: its mean loss, its samples; `finite` covers the loss and every element of the gradient;
     `share`: what it is the mean of, samples as a rule; `options`: those of the servers' optimizer that have changed,
-    as JSON text."""
+    as JSON text; `goes_on`: it is that of a step within the batch, of which there is more."""
 
     loss: float
     samples: int
     finite: bool
     share: float
     options: str = ""
+    goes_on: bool = False
 
 
 class Between(NamedTuple):

@@ -24,6 +24,7 @@ from mpitrain.embedding.shard import TableShard
 from mpitrain.messages import NOT_SENT
 from mpitrain.model.optimizers.group_options import FollowedOptions
 from mpitrain.model.optimizers.optimizer import Rates, check_elementwise, coupled_decays, rebuild, scaled
+from mpitrain.model.optimizers.several_optimizers import SeveralOptimizers
 from mpitrain.model.optimizers.step_hooks import without_global_hooks
 from mpitrain.model.recipe import UpdateRule
 from mpitrain.model.wire.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
@@ -97,7 +98,9 @@ class ShardStore:
     def begin_with(self, states: list[dict[str, Any]]) -> None:
         """Start from this state of the optimizer, one a slice of the shard; empty where there is none."""
         for parameter, state in zip(self._parameters, states, strict=True):
-            if state:
+            if state and isinstance(self.optimizer, SeveralOptimizers):
+                self.optimizer.begin_with(parameter, state)
+            elif state:
                 self.optimizer.state[parameter] = state
 
     def _pool_for(self, wire: str) -> BufferPool:
@@ -144,8 +147,11 @@ class ShardStore:
         return payload
 
     def hear_options(self, text: str) -> None:
-        """The options that came with the gradient to be gathered next."""
-        self._options.hear_figures(text)
+        """The options that came with the gradient to be gathered next; of several optimizers, whose gradient it is."""
+        if isinstance(self.optimizer, SeveralOptimizers):
+            self.optimizer.turn = text
+        else:
+            self._options.hear_figures(text)
 
     @property
     def follows_options(self) -> bool:
@@ -211,10 +217,19 @@ class ShardStore:
         if self._reply is not None:
             self._reply.release()
             self._reply = None
-        self.updates.moved()
+        if not self._ends_turn():
+            self.updates.moved()
         self._gathered = self._mean_rate = None
         self._weights.clear()
         self._shares.clear()
+
+    def _ends_turn(self) -> bool:
+        """Whether it was that of one of several optimizers, within a batch whose last push steps none."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer, SeveralOptimizers):
+            return False
+        turn, optimizer.turn = optimizer.turn, ""
+        return bool(turn)
 
     @property
     def _is_proportional(self) -> bool:

@@ -169,6 +169,7 @@ class Server:
         record = self.table[worker]
         record.next_step, record.no_pull = message.step + 1, not message.pull
         record.num_batches += message.num_batches
+        record.is_within = message.num_batches == 0
         self.checkpoints.hear_request(message.checkpoint, self.counts.samples_accepted)
         lease = self._lease_of(worker, message)
         again = lease is not None and not self.processed.add(lease)
@@ -218,8 +219,10 @@ class Server:
         yield from self._end_warmup()
 
     def _lease_of(self, worker: int, message: Push) -> Lease | None:
-        """What a push was made of; None where workers bring their own data."""
+        """What a push was made of; None where workers bring their own data, and within a batch."""
         lease = message.lease
+        if not message.num_batches:
+            return None
         settled = self.leases.settle_lease(worker)
         if settled is not None and settled != lease:
             raise WireError(f"rank {worker} pushes {lease}, step {message.step}, where {settled} was due")
@@ -330,7 +333,7 @@ class Server:
         self.table.move(worker, event)
         record = self.table[worker]
         assert record.next_step is not None, "it has joined"
-        leases = self.leases.take_leases(worker, num_leases, self.table.active)
+        leases = self.leases.take_leases(worker, 0 if record.is_within else num_leases, self.table.active)
         payload = None
         if not record.no_pull:
             payload = self.store.read(worker, uses=uses)

@@ -143,6 +143,7 @@ class WorkerRecord:
     since: int = 0  # the number of the move that brought it into its state: the order of arrival
     next_step: int | None = None  # names the push that an answer answers; None before it has joined
     num_batches: int = 0  # pushed: keys the randomness of its next one
+    is_within: bool = False  # its last push was of a step within a batch: it needs no other
     no_pull: bool = False  # its push wants no parameters: it goes on with what it has
     pending_difference: bool = False  # it has pushed parameters, to be answered with the difference
     save: SaveRequest = SaveRequest(0, "")  # the last checkpoint that it has asked for

@@ -53,6 +53,10 @@ class Sync(ServerStrategy):
     lockstep: ClassVar[bool] = True
     aggregates_by: ClassVar[str] = "sum"
 
+    @property
+    def steps_in_batch(self) -> bool:
+        return not (self.moves or self.aggregates or self.correction) and self.push_codec.is_none
+
     def check(self) -> None:
         super().check()
         _check_lockstep(self)

@@ -32,7 +32,7 @@ from mpitrain.model.gradient.accumulation import LeaseReader
 from mpitrain.model.recipe import brought_by_loop
 from mpitrain.model.replicas.hybrid_replica import HybridReplica
 from mpitrain.model.replicas.reduced_parameters import ReducedParameters
-from mpitrain.model.replicas.stepping_replica import SteppingReplica
+from mpitrain.model.replicas.stepping_replica import ServedStepsReplica, SteppingReplica
 from mpitrain.model.replicas.tabled_replica import TabledReplica
 from mpitrain.model.replicas.worker_replica import Between
 from mpitrain.model.wire.buffers import FixedBuffer, VariableBuffer
@@ -146,8 +146,10 @@ class RoleBuilder:
         if self.strategy.reduces:
             reduced = self._reduced_parameters(optimizer, shared)
             made = functools.partial(HybridReplica, reduced=reduced, push_wire=self.strategy.push_numbers)
-        elif self.recipe.gradient.step is not None:
+        elif self.recipe.gradient.step is not None and local is not None:
             made = SteppingReplica
+        elif self.recipe.gradient.step is not None:
+            made = functools.partial(ServedStepsReplica, optimizer=optimizer)
         elif self.model.lookups is not None:
             made = functools.partial(TabledReplica, push_wire=self.strategy.push_numbers)
         rule = self.recipe.gradient

@@ -58,7 +58,7 @@ train("clipped", clip_norm=0.1)
 train("scheduled", scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
 train("checkpointed", checkpoint_every="24", keep_checkpoints=9, ema=0.5)
 train("accumulated", accumulate=2, batch_size=gan.BATCH // runtime.size // 2, data=toy.Memory(24))
-for text in ("localsgd(period=1)", 'sync(optimizer="worker")', 'async(optimizer="worker")'):
+for text in ("sync()", "localsgd(period=1)", 'sync(optimizer="worker")', 'async(optimizer="worker")'):
     strategy = parse(text, "strategy")
     if runtime.size > strategy.num_servers():
         job = gan.make_job(batch_size=4, data=toy.Memory(24))
