@@ -28,6 +28,8 @@
 #   make price              count what a feature costs: files, questions, parameters, lines of code
 #                                                                    (options: make price ARGS="--since HEAD~3")
 #   make docs               write the tables and figures of README.md, docs/ and benchmarks/README.md anew
+#   make pages              run every command of the README and of docs/ as it is printed, in fresh copies; an hour
+#                                                                    (options: make pages ARGS="docs/jobs.md")
 #   make site               the documentation as pages for a browser, in docs/_build/html: no warnings, all links checked
 #   make slurm              a shell inside a three-node Slurm on this machine (Debian packages slurm-wlm, munge, libpmix2)
 #
@@ -54,7 +56,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test test-oldest test-intel test-torch clients gpu tables pairs extended coverage chaos hostile mutants price docs site slurm lint lint-style lint-types lint-duplicates format clean
+.PHONY: help train test test-oldest test-intel test-torch clients gpu tables pairs extended coverage chaos hostile mutants price docs pages site slurm lint lint-style lint-types lint-duplicates format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -172,6 +174,10 @@ price:
 
 docs: $(VENV)/.installed-test
 	$(VENV)/bin/python docs/generate.py
+
+# What came of each goes to tests/pages.txt, which is committed.
+pages: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.pages $(ARGS)
 
 # All of it is made anew: what has not changed may link to what is gone. Nothing is taken from the network.
 site: $(VENV)/.installed-docs

@@ -1,8 +1,8 @@
-"""The commands that the documentation prints, and which of them the tests run.
+"""The commands that the documentation prints.
 
 Every line of a `sh` block is a command. What needs more than a machine with MPI is marked on its page: a comment
-`<!-- needs: Slurm -->` before the block, or `# needs Slurm` behind the line. `ELSEWHERE` says which others are not run
-by `tests/test_readme.py`, and why. These are parsed. The table in `tests/README.md` is made from here.
+`<!-- needs: Slurm -->` before the block, or `# needs Slurm` behind the line. Those of the README and of `docs/` are run
+by `make pages`; of those on other pages `ELSEWHERE` says who runs them. All are parsed by `tests/test_readme.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,44 +21,15 @@ from docs.pages import PAGES, ROOT
 from tests.ranks import run_plain
 
 ELSEWHERE = (
-    (
-        r"^(?!sbatch).*(script|use|my_job)\.py|runs/four|^mpitrain slurm init$",
-        "run as printed, in their order, by `tests/test_ten_minutes.py`",
-    ),
-    (r"^make (train|test)( ARGS=.*)?$", "the commands of a fresh clone: they are run by hand"),
     (r"^make (chaos|hostile)$", "takes minutes to hours; small runs are in the tests of their programs"),
-    (r"launch -n 4 train jobs/digits\.py$", "run as printed by `tests/mpi/test_digits.py`"),
-    (
-        r"launch -n 5 train jobs/digits\.py --strategy \"async\(\)\"$",
-        "is run as printed with three workers: `async(servers=1)` is `async()`",
-    ),
-    (r"^(sbatch|srun|mpitrain slurm) ", "needs Slurm: `tests/slurm`"),
-    (r" report (--follow )?runs/", "needs finished runs: `tests/reporting/test_page.py`"),
-    (r" predict (runs|ensembles)/", "needs a finished run: `tests/mpi/test_predict.py`"),
-    (r"^mpitrain compare ", "needs finished runs: `tests/reporting/test_compare.py`"),
-    (r" ensemble runs/", "needs finished runs: `tests/training/test_ensemble.py`"),
-    (r" runs table ", "needs finished runs: `tests/search/test_table.py`"),
-    (r" sweep ", "takes tens of seconds: `tests/search/test_sweep.py`"),
-    (
-        r"^(RFM_\S+ reframe|jube) ",
-        "needs these suites: `tests/suites/test_suites.py`, `tests/slurm/test_reframe.py`",
-    ),
-    (r"^mpitrain bench ", "takes minutes: `tests/search/test_bench.py`"),
-    (
-        r" export (runs|ensembles)/",
-        "needs a finished run: `tests/training/test_export.py`, `test_export_formats.py`",
-    ),
-    (r" --threads \d", "takes tens of seconds: `tests/threads`"),
-    (r"^mpitrain plan ", "needs a machine to plan for: `tests/planning/test_plan.py`"),
-    (r"--ft heartbeat ", "needs MPICH under Slurm: `tests/slurm/test_heartbeat.py`"),
-    (r"--hostfile |hosts\.py ", "needs several hosts, or root to emulate them"),
-    (
-        r"--ft ulfm |--checkpoint-every |mpirun |^mpitrain simulate ",
-        "takes tens of seconds: see `tests/mpi`, `tests/virtual`",
-    ),
+    (r"hosts\.py ", "needs root, to emulate several hosts"),
     (
         r"benchmarks/\w+\.py",
         "takes minutes: `tests/test_benchmarks.py` runs it smaller, or checks its options",
+    ),
+    (
+        r"^(sbatch|mpitrain (slurm|train|data)) ",
+        "run word for word in a Slurm by `tests/slurm/test_walkthrough.py`",
     ),
 )
 
@@ -68,6 +38,9 @@ def blocks(page: Path, language: str) -> list[str]:
     """The fenced blocks of a language on a page."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     return [text for said, text in found if said == language]
+
+
+MADE_TO_RUN = [page for page in PAGES if page == ROOT / "README.md" or ROOT / "docs" in page.parents]
 
 
 class Command(NamedTuple):
@@ -103,30 +76,36 @@ def commands() -> Iterator[tuple[str, Path]]:
                 yield command.text, page
 
 
-@cache
-def _needs() -> dict[str, str]:
-    return {command.text: command.needs for page in PAGES for command in printed(page) if command.needs}
+def elsewhere() -> Iterator[tuple[str, str]]:
+    """Every command of a page that `make pages` leaves alone, and who runs it."""
+    for command, page in commands():
+        if page not in MADE_TO_RUN:
+            yield command, next(why for pattern, why in ELSEWHERE if re.search(pattern, command))
 
 
-def reason(command: str) -> str:
-    """Why the tests do not run a command as it is printed; empty where they do."""
-    if needs := _needs().get(command):
-        return f"needs {needs}"
-    return next((why for pattern, why in ELSEWHERE if re.search(pattern, command)), "")
+LEFT_OUT = ("data", "runs", ".git", ".venv", ".pytest_cache")
 
 
 class Folder:
     """A folder that looks like the repository, with data and runs of its own: lines of the documentation run in it."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self._begin(folder)
+        there = {path.name for path in folder.iterdir()}
         for path in ROOT.iterdir():
+            if path.name in (*LEFT_OUT, *there):
+                continue
             if path.name in ("slurm", "jobs"):  # into which commands write
                 shutil.copytree(path, folder / path.name)
-            elif path.name not in ("data", "runs", ".git", ".venv", ".pytest_cache"):
+            else:
                 (folder / path.name).symlink_to(path)
         (folder / ".venv").symlink_to(Path(sys.prefix))
         make_sources(folder)
+        self.run("mpitrain data pack digits data/digits --validate 0.2")  # what `make train` does first
+
+    def _begin(self, folder: Path) -> None:
+        """An empty folder, and what commands are found there."""
+        self.folder = folder
         (folder / "commands").mkdir()  # found before those of the machine
         beside = Path(sys.executable).parent
         self.env = {
@@ -135,7 +114,6 @@ class Folder:
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "HOME": str(folder), "RANKING_SAMPLES": "50000",
             "RANKING_ROWS": "16384",  # a third of them are enough for its target
         }  # fmt: skip
-        self.run("mpitrain data pack digits data/digits --validate 0.2")  # what `make train` does first
 
     def run(self, command: str) -> str:
         """What bash prints for it; an exit code other than 0 fails the test."""

@@ -146,7 +146,7 @@ class Overrides:
     )  # fmt: skip
     validate_every: int | str | None = option(
         OF_JOB,
-        'epochs ("2 epochs"), samples ("10000 samples"), seconds ("60s") or never, which is only at the end '
+        'epochs (2, or "2 epochs"), samples ("10000 samples"), seconds ("60s") or never, which is only at the end '
         "(default: every epoch)",
         "WHEN", replaces=True,
     )  # fmt: skip

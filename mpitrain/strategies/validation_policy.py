@@ -27,7 +27,7 @@ EVERY_EPOCH = ValidationPolicy(epochs=1)
 
 
 def read_validation_policy(when: int | str | None) -> ValidationPolicy:
-    """`2` or `"2 epochs"`, `"10000 samples"`, `"60s"`, `"never"` (only at the end); None is every epoch.
+    """`2`, `"2"` or `"2 epochs"`, `"10000 samples"`, `"60s"`, `"never"` (only at the end); None is every epoch.
 
     Raises:
         UsageError: anything else.
@@ -39,18 +39,18 @@ def read_validation_policy(when: int | str | None) -> ValidationPolicy:
     text = when.strip() if isinstance(when, str) else ""
     if text == "never":
         return ValidationPolicy()
-    if (match := re.fullmatch(r"(\d+) ?(epochs?|samples?)", text)) and int(match[1]):
+    if (match := re.fullmatch(r"(\d+) ?(epochs?|samples?|)", text)) and int(match[1]):
         number = int(match[1])
         return (
-            ValidationPolicy(epochs=number)
-            if match[2].startswith("epoch")
-            else ValidationPolicy(samples=number)
+            ValidationPolicy(samples=number)
+            if match[2].startswith("sample")
+            else ValidationPolicy(epochs=number)
         )
     if (match := re.fullmatch(r"(\d+(?:\.\d+)?) ?s", text)) and float(match[1]):
         return ValidationPolicy(seconds=float(match[1]))
     raise UsageError(
-        f'validate_every={when!r}: expected epochs such as "2 epochs", samples such as "10000 samples", seconds such '
-        'as "60s", or "never" for only at the end'
+        f'validate_every={when!r}: expected epochs such as 2 or "2 epochs", samples such as "10000 samples", seconds '
+        'such as "60s", or "never" for only at the end'
     )
 
 

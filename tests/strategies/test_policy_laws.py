@@ -23,6 +23,7 @@ from mpitrain.strategies.validation_policy import (
     "when, policy",
     [
         (None, EVERY_EPOCH), (1, ValidationPolicy(epochs=1)), (2, ValidationPolicy(epochs=2)),
+        ("2", ValidationPolicy(epochs=2)),
         ("1 epoch", ValidationPolicy(epochs=1)), (" 3epochs ", ValidationPolicy(epochs=3)),
         ("1 sample", ValidationPolicy(samples=1)), ("10000 samples", ValidationPolicy(samples=10000)),
         ("60s", ValidationPolicy(seconds=60.0)), ("0.5 s", ValidationPolicy(seconds=0.5)),
@@ -34,7 +35,7 @@ def test_each_way_to_say_when_to_validate(when, policy):
 
 
 @pytest.mark.parametrize(
-    "when", [0, -1, True, False, 1.5, "", "0 epochs", "0 samples", "0s", "0.0 s", "2", "soon", [3]]
+    "when", [0, -1, True, False, 1.5, "", "0 epochs", "0 samples", "0s", "0.0 s", "-2", "2.5", "soon", [3]]
 )
 def test_what_says_no_time_to_validate_is_refused(when):
     with pytest.raises(UsageError, match="validate_every="):
