@@ -99,7 +99,7 @@ class FollowedOptions:
         self._texts: list[str] = []
         self.heard = False  # whether workers have changed any
 
-    def hear_figures(self, text: str) -> None:
+    def hear_options(self, text: str) -> None:
         """The options of one more gradient of the update to come, where its worker says any."""
         self._texts.append(text)
         self.heard = True

@@ -151,7 +151,7 @@ class ShardStore:
         if isinstance(self.optimizer, SeveralOptimizers):
             self.optimizer.turn = text
         else:
-            self._options.hear_figures(text)
+            self._options.hear_options(text)
 
     @property
     def follows_options(self) -> bool:
