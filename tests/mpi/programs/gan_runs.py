@@ -12,6 +12,7 @@ from mpitrain.checkpoint.parts import candidates
 from mpitrain.errors import UsageError
 from mpitrain.mpi.process_group.process_group import leave_default_group
 from mpitrain.mpi.runtime import start
+from mpitrain.strategies.base import read_strategy
 from mpitrain.values import parse
 from mpitrain.wrapping import loop
 from tests import toy
@@ -27,7 +28,7 @@ def train(name, **changes):
 
 def own_loop(name, text, steps=range(6), resume=None, save_after=None):
     """Every worker takes its share of every batch; `steps`: of the loop."""
-    strategy = parse(text, "strategy")
+    strategy = read_strategy(text)
     loop._wrapped = None
     torch.manual_seed(0)
     networks = gan.networks()
@@ -59,7 +60,7 @@ train("scheduled", scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(o
 train("checkpointed", checkpoint_every="24", keep_checkpoints=9, ema=0.5)
 train("accumulated", accumulate=2, batch_size=gan.BATCH // runtime.size // 2, data=toy.Memory(24))
 for text in ("sync()", "localsgd(period=1)", 'sync(optimizer="worker")', 'async(optimizer="worker")'):
-    strategy = parse(text, "strategy")
+    strategy = read_strategy(text)
     if runtime.size > strategy.num_servers():
         job = gan.make_job(batch_size=4, data=toy.Memory(24))
         mt.train(job, strategy, run_dir=str(root / f"job {text}"), quiet=True)
