@@ -105,7 +105,12 @@ def test_a_factor_that_goes_by_the_workers_changes_with_them_and_is_named(strate
     path, schedule = tmp_path / "run", mt.Gradual(epochs=1)
     train(path, strategy, 3, "auto", schedule=schedule, epochs=2)
     _, seen, rows = train(path, strategy, 2, "auto", schedule=schedule, epochs=3)
-    told = [(row["factor"], row["workers"]) for row in rows if row["event"] == "schedule"]
-    assert told == [("3 -> 2", "3 -> 2")] and seen[-1] == pytest.approx(0.2)
+    (told,) = [row for row in rows if row["event"] == "schedule"]
+    before, after = map(float, told["factor"].split(" -> "))
+    # 1 + 2 p and 1 + p after p of the epoch: without lockstep the newest checkpoint may be of before the end
+    assert before - 1 == pytest.approx(2 * (after - 1), abs=0.01) and (
+        after == 2 or strategy != "allreduce()"
+    )
+    assert told["workers"] == "3 -> 2" and seen[-1] == pytest.approx(0.2)
     _, _, rows = train(path, strategy, 1, "auto", schedule=mt.Cosine(9), epochs=4)
     assert len([row for row in rows if row["event"] == "schedule"]) == 1  # which goes by samples alone

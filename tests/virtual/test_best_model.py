@@ -94,13 +94,14 @@ def test_a_run_that_validates_more_often_trains_the_same_model(tmp_path):
         (None, ValidationPolicy(epochs=1)), (3, ValidationPolicy(epochs=3)), ("2 epochs", ValidationPolicy(epochs=2)),
         ("1 epoch", ValidationPolicy(epochs=1)), ("10000 samples", ValidationPolicy(samples=10000)),
         ("60s", ValidationPolicy(seconds=60)), ("0.5 s", ValidationPolicy(seconds=0.5)), ("never", ValidationPolicy()),
+        ("100", ValidationPolicy(epochs=100)),
     ],
 )  # fmt: skip
 def test_when_to_validate_is_read(when, policy):
     assert read_validation_policy(when) == policy
 
 
-@pytest.mark.parametrize("when", [0, -1, True, "100", "0 samples", "often", 1.5, ""])
+@pytest.mark.parametrize("when", [0, -1, True, "0", "0 samples", "often", 1.5, ""])
 def test_what_has_no_unit_or_no_meaning_is_refused(when):
     with pytest.raises(UsageError, match="validate_every"):
         read_validation_policy(when)
