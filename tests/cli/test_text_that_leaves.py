@@ -176,6 +176,7 @@ def test_a_stream_or_place_that_is_missing_is_one_line_or_none(
     assert said in done.stderr
 
 
+@pytest.mark.extended
 def test_a_run_is_good_whatever_becomes_of_what_it_prints(tmp_path: Path) -> None:
     """Two ranks, both streams closed, no home, names that no encoding knows."""
     place = tmp_path / "é"

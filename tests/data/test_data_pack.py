@@ -173,7 +173,9 @@ def whole(tmp_path_factory) -> dict[str, str]:
     return sums(directory)
 
 
-@pytest.mark.parametrize("options", [OPTIONS, PackOptions(0.5, 500, 10)])
+@pytest.mark.parametrize(
+    "options", [OPTIONS, pytest.param(PackOptions(0.5, 500, 10), marks=pytest.mark.extended)]
+)
 def test_killed_at_any_moment_it_is_refused_by_jobs_and_gone_on_with(tmp_path, whole, options):
     """Whole shards stay as they are; only what is missing is written, and nothing is left beside the pack. With other
     options it begins anew."""

@@ -244,6 +244,7 @@ def test_dense_bytes_of_a_step_do_not_grow_with_the_workers(tmp_path):
     assert took_s["hybr", 16] < 2.5 * took_s["hybr", 2] and took_s["hybr", 16] < took_s["sync", 16] / 4
 
 
+@pytest.mark.extended
 def test_timing_alone_takes_as_long(tmp_path):
     """On a slow link, where messages take nearly all of the time."""
     network, text = parse("link(gbit_per_s=0.001,latency_s=0.001)", "network"), "hybrid(servers=2)"
