@@ -39,7 +39,7 @@ class Console:
         if share is not None:
             filled = round(min(share, 1.0) * 20)
             bar = f"{min(share, 1.0):4.0%} [{'=' * filled}{' ' * (20 - filled)}] "
-        left = f" {minutes(left_s)} left" if left_s is not None else ""
+        left = f" {_minutes(left_s)} left" if left_s is not None else ""
         self._say("\r" + f"{bar}{text}{left}"[: self.width] + "\x1b[K")
         self._drawn = True
 
@@ -89,7 +89,7 @@ def date() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
-def minutes(seconds: float) -> str:
+def _minutes(seconds: float) -> str:
     """Minutes and seconds as 3:05, hours as 1:02:03."""
     whole, rest = divmod(round(seconds), 60)
     hours, whole = divmod(whole, 60)

@@ -63,6 +63,12 @@ class RunFiles:
         """Whether it has come to its end, at its target or not."""
         return self.result.get("exit_code") in (0, 3) or self.result.get("status") in ("ok", "missed")
 
+    @property
+    def training_s(self) -> float | None:
+        """Seconds of training, virtual ones of a simulated run; None where that is not known."""
+        found = self.result.get("train_s") or self.result.get("virtual_s")
+        return float(found) if isinstance(found, int | float) else None
+
     def measured(self) -> dict[str, Any]:
         """Metrics of the run's end, or of its last validation so far."""
         last = self.of_kind("validation")

@@ -39,6 +39,7 @@ from mpitrain.reporting.targets import Choice, goals_among, main_choice, read_ch
 from mpitrain.search.sweep.deal import Standing, standings
 from mpitrain.search.sweep.journal import Sweep
 from mpitrain.system.saying import csv_cell
+from mpitrain.system.sizes import counted
 
 WIDTH = 80
 _STATUS = {0: "ok", 3: "missed", 75: "interrupted"}
@@ -148,7 +149,7 @@ class Table:
         options = " ".join(f"{name}={_text(best.runs[0].options.get(name, ''))}" for name in names)
         number = len(settings_among(self.measured(self.by.metric)))
         return [
-            f"best of {number} setting{'s' * (number > 1)}: {self.by.metric} {figure_text(best)}"
+            f"best of {counted(number, 'setting')}: {self.by.metric} {figure_text(best)}"
             + (f"; {options}" if options else "")
         ]
 
@@ -329,7 +330,7 @@ def as_html(found: Table) -> str:
 def _body(found: Table) -> Iterable[str]:
     title = f"{len(found.rows)} runs"
     best: tuple[int, ...] = ()
-    num_ended = sum(bool(row.result) for row in found.rows)
+    num_ended = sum(row.status in ("ok", "missed") for row in found.rows)
     status = "all finished" if num_ended == len(found.rows) else f"{num_ended} finished"
     yield head(title, status, "good" if num_ended == len(found.rows) else "warn")
     if found.by is not None:

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mpitrain.system.sizes import size_text
+from mpitrain.system.sizes import counted, size_text
 
 WIDTH, NAME = 80, 25
 
@@ -31,7 +31,7 @@ def comparison_text(found: Mapping[str, Any]) -> str:
     for row in rows:
         if number := row.get("restarts", {}).get("num_restarts"):
             lines += wrapped(
-                f"{row['strategy']}, {row['workers']} workers: {_restarts(number, row['restarts'])}"
+                f"{row['strategy']}, {counted(row['workers'], 'worker')}: {_restarts(number, row['restarts'])}"
             )
     return "\n".join([*lines, *failures(found)])
 
@@ -41,7 +41,7 @@ def failures(found: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     for row in found["rows"]:
         if why := row.get("refused") or row.get("failure"):
-            lines += wrapped(f"{row['strategy']}, {row['workers']} workers: {why}")
+            lines += wrapped(f"{row['strategy']}, {counted(row['workers'], 'worker')}: {why}")
     return lines
 
 
@@ -75,7 +75,7 @@ def _traffic(rows: list[Mapping[str, Any]], has_target: bool) -> Iterator[str]:
 
 def _restarts(number: int, restarts: Mapping[str, object]) -> str:
     return (
-        f"started again {number} time{'s' * (number > 1)}: {restarts['repeated_s']:.4g} s of work repeated, "
+        f"started again {counted(number, 'time')}: {restarts['repeated_s']:.4g} s of work repeated, "
         f"{restarts['starting_s']:.4g} s of starting"
     )
 

@@ -1,4 +1,4 @@
-"""Bytes as people read them.
+"""Bytes and counts as people read them.
 
 Invariants: text from numbers, and nothing else.
 """
@@ -13,3 +13,8 @@ def size_text(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     raise AssertionError
+
+
+def counted(number: int, what: str) -> str:
+    """1 worker, 2 workers."""
+    return f"{number} {what}{'s' * (number != 1)}"

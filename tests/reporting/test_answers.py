@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mpitrain.reporting.pages.answers import answer, names_of, seconds_text
-from mpitrain.reporting.pages.figures import compact
-from mpitrain.reporting.pages.html_page import Number, table
+from mpitrain.reporting.pages.figures import compact, count_text
+from mpitrain.reporting.pages.html_page import Key, Number, keys, table
 from mpitrain.reporting.pages.look import STYLE
 from mpitrain.reporting.run_files import RunFiles, read_runs
 from mpitrain.search.table import read_table
@@ -124,13 +124,20 @@ def test_letters_of_figures_are_readable_on_a_phone_and_colours_come_in_pairs() 
     for width in range(345, 600):  # a phone of 377 pixels, to half a page
         size = [size for least, size in rules if width >= least][-1] * width / 400
         assert 11 <= size < 15.1, (width, size)
+    assert [re.findall(r"var\(--c(\d+)\)", keys([Key("", one)])) for one in (8, 9, 18)] == [
+        ["8"],
+        ["1"],
+        ["2"],
+    ]
     light, dark = re.findall(r":root \{(.*?)\}", STYLE, re.S)
     assert set(re.findall(r"--\w+", light)) == set(re.findall(r"--\w+", dark))
 
 
 def test_numbers_and_times_for_people() -> None:
-    numbers = (0.97213, 15000, 2.5e6, 5e-4, 0, 1e9, -12345)
-    assert [compact(one) for one in numbers] == ["0.9721", "15k", "2.5M", "5e-4", "0", "1G", "-12.35k"]
+    numbers = (0.97213, 15000, 2.5e6, 5e-4, 0, 1e9, -12345, 9999.7, 999999.7, float("inf"))
+    texts = ["0.9721", "15k", "2.5M", "5e-4", "0", "1G", "-12.35k", "10k", "1M", "inf"]
+    assert [compact(one) for one in numbers] == texts
+    assert [count_text(one) for one in (12345.6, 99.97, 12.34, 0.2)] == ["12,346", "100", "12.3", "0.2"]
     assert [seconds_text(one) for one in (0.534, 48.2, 185, 7440)] == [
         "0.53 s",
         "48 s",

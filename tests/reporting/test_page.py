@@ -14,10 +14,13 @@ import pytest
 from mpitrain import Async, simulate
 from mpitrain.cli import main as cli
 from mpitrain.errors import UsageError
+from mpitrain.reporting.pages import comparison_page, curves
 from mpitrain.reporting.pages.figures import Drawing, pieces
 from mpitrain.reporting.pages.page import page, write_page
 from mpitrain.reporting.pages.times import shares, worker_times
+from mpitrain.reporting.rows import metrics_in
 from mpitrain.reporting.run_files import read_runs
+from mpitrain.reporting.traced_time import Span
 from tests import toy
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -342,6 +345,50 @@ def test_a_run_validated_once_is_told_and_has_no_empty_picture(tmp_path: Path) -
         and "Validated once, after 20 samples: validation_loss 1.5, accuracy 0.25." in text
     )
     assert "There are not yet points enough for a picture." in text
+    rows[2:2] = [rows[-1] | {"samples": 10, "validation_loss": "nan", "accuracy": "nan"}]
+    assert "Validated once" not in made(write_run(tmp_path / "twice", rows))[0]
+
+
+def test_the_metrics_of_a_row_are_gathered_once_however_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered: list[Any] = []
+    monkeypatch.setattr(curves, "metrics_in", lambda row: gathered.append(row) or metrics_in(row))
+    monkeypatch.setattr(curves, "both_ways", lambda title, draw: "<svg></svg>")
+    rows: list[dict[str, Any]] = [{"event": "start", "t": 0.0}]
+    for at in (1, 2, 3):
+        recalls = {f"recall/class_{one}": 0.1 * at for one in range(10)}
+        rows.append({"event": "validation", "t": float(at), "samples": at, **recalls})
+    text, _ = made(*(write_run(tmp_path / name, rows) for name in "ab"))
+    assert "Mean of recall/class_*" in text and len(gathered) == 2 * 3
+
+
+def test_rates_and_times_of_several_runs_are_written_for_people(tmp_path: Path) -> None:
+    results = {
+        "fast": {"samples_per_second": 12345.6, "train_s": 5.0},
+        "slow": {"samples_per_second": 0.2, "virtual_s": 185.0},
+        "slower": {"samples_per_second": 0.1},
+    }
+    start = [{"event": "start", "t": 0.0}]
+    fast, slow, slower = (write_run(tmp_path / name, start, result) for name, result in results.items())
+    text, tables = made(fast, slow)
+    assert "<b>12,346</b>" in text and tables.row("fast") == ["12,346", "5 s", "finished"]
+    assert tables.row("slow") == ["0.2", "3 min 5 s", "finished"] and tables.row("virtual_s") == ["", "185"]
+    assert "<b>0.2</b>" in made(slow, slower)[0]
+
+
+def test_simulated_runs_beside_one_another_are_written_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison_page, "read_spans", lambda run_dir: {1: [Span("compute", 0.0, 1.0)]})
+    row = {
+        "strategy": "sync()", "workers": 1, "samples_per_s": 123456.7, "speed_up": 1.0, "utilisation": 1.0,
+        "staleness": {}, "dropped_share": 0.0, "virtual_s": 2.0, "run_dir": "run",
+    }  # fmt: skip
+    text = comparison_page.comparison_page({
+        "job": "job", "rows": [row], "compute": "", "network": "", "costs": "", "seed": 0, "gradients": False,
+        "one_device_samples_per_s": 1234567.8, "target": None, "limits": [],
+    })  # fmt: skip
+    assert "1,234,568 samples/s" in text and "Fastest with 1 worker: sync(), 123,457 samples/s" in text
+    assert Tables(text).row("sync()")[:2] == ["1", "123,457"] and "sync(), 1 worker: the traced steps" in text
 
 
 def test_time_counts_from_the_first_step_of_each_start(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_efficiency_is_of_the_same_strategy_on_the_fewest_workers():
 
 def test_without_a_baseline_or_another_run_nothing_is_claimed():
     """One number of workers has nothing to be faster than, and one run does not spread over seeds."""
-    found = with_efficiency([row("a", 2, run(100.0)), row("b", 2, run(50.0)), row("b", 4, run(80.0))])
+    found = with_efficiency([row("a", 2, run(12345.6)), row("b", 2, run(50.0)), row("b", 4, run(80.0))])
     assert [one["efficiency"] for one in found] == [None, 1.0, 0.8]
     assert [one["spread"] for one in found] == [None, None, None]
     whole = {
@@ -129,7 +129,9 @@ def test_without_a_baseline_or_another_run_nothing_is_claimed():
     whole["rows"] = [one | {"batch_size": 8, "strategy": "a"} for one in whole["rows"]]
     line = next(line for line in bench_text(whole).splitlines() if line.startswith("a "))
     assert line.split()[-4:] == ["-", "-", "-", "8B"]  # spread, speed-up, efficiency
-    assert "<td>100.0 %</td>" not in bench_page(whole)
+    whole["rows"].append({"strategy": "b", "workers": 1, "virtual": True, "refused": "too few"})
+    page = bench_page(whole)
+    assert "<td>100.0 %</td>" not in page and ">12,346<" in page and "b, 1 virtual worker: too few" in page
 
 
 def test_means_and_spreads_are_of_the_runs_that_succeeded():

@@ -83,7 +83,7 @@ def test_a_failed_run_is_never_the_best(tmp_path: Path) -> None:
     write_run(tmp_path / "c", None, exit_code=1)
     found = read_table([tmp_path], "accuracy")
     assert [row.status for row in found.rows] == ["ok", "failed", "failed"]
-    assert found.best().runs[0].name == "a"
+    assert found.best().runs[0].name == "a" and '<span class="status warn">1 finished<' in as_html(found)
     with pytest.raises(UsageError, match="none of these runs"):
         read_table([tmp_path / "b", tmp_path / "c"], "accuracy").best()
 

@@ -89,7 +89,7 @@ def test_quiet_runs_say_what_was_refused_and_a_line_each(tmp_path, capsys, monke
     assert [line.split()[0] for line in printed.out.splitlines()] == ["FOM", "FOM"]
     told = [line for line in printed.err.splitlines() if not line.startswith(" ")]
     assert [line.partition(":")[0] for line in told] == [
-        "backup(spare=3), 1 workers",
+        "backup(spare=3), 1 worker",
         "backup(spare=3), 2 workers",
     ]
 
@@ -165,7 +165,7 @@ def test_what_one_refuses_stops_none_of_the_others(tmp_path):
     found = compared(tmp_path, ["backup(spare=1)", "async()"], (1, 2), True)
     refused = [row for row in found["rows"] if "refused" in row]
     assert [(row["strategy"], row["workers"]) for row in refused] == [("backup()", 1)]
-    assert len(found["rows"]) == 4 and "backup(), 1 workers: backup: spare=1" in comparison_text(found)
+    assert len(found["rows"]) == 4 and "backup(), 1 worker: backup: spare=1" in comparison_text(found)
     with pytest.raises(UsageError, match="spare=1"):
         compared(tmp_path, ["backup(spare=1)"], (1,), True)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.reporting.pages.figures import compact
+from mpitrain.reporting.pages.figures import compact, count_text
 from mpitrain.reporting.repetitions import (
     Measured,
     Setting,
@@ -191,8 +191,8 @@ def _fastest(runs: Sequence[RunFiles], names: Mapping[Any, str]) -> Iterable[str
     first, *_, last = sorted(rates, key=lambda one: -rates[one])
     times = rates[first] / rates[last]
     yield (
-        f"Fastest: {names[first]}, {_count(rates[first])} samples/s, {times:.2f} times {names[last]}, the slowest "
-        f"({_count(rates[last])})."
+        f"Fastest: {names[first]}, {count_text(rates[first])} samples/s, {times:.2f} times {names[last]}, the slowest "
+        f"({count_text(rates[last])})."
     )
 
 
@@ -203,17 +203,13 @@ def _first_at_target(runs: Sequence[RunFiles], names: Mapping[Any, str]) -> Iter
     first, second, *_ = sorted(met, key=lambda one: met[one]["trained_s"])
     yield (
         f"First at the target: {names[first]}, after {seconds_text(met[first]['trained_s'])} of training and "
-        f"{_count(met[first]['samples'])} samples; next {names[second]}, {seconds_text(met[second]['trained_s'])}."
+        f"{count_text(met[first]['samples'])} samples; next {names[second]}, {seconds_text(met[second]['trained_s'])}."
     )
 
 
 def met_target(run: RunFiles) -> dict[str, Any] | None:
     """`trained_s` and `samples` of the first validation that met every target."""
     return first_met(run.targets(), run.validations("trained_s", True), "trained_s")
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def seconds_text(seconds: float) -> str:

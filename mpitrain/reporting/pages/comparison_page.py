@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.reporting.pages.figures import MOST_BARS, Drawing, colour, label_ranks
+from mpitrain.reporting.pages.figures import MOST_BARS, Drawing, colour, count_text, label_ranks
 from mpitrain.reporting.pages.html_page import (
     Key,
     Number,
@@ -22,7 +22,7 @@ from mpitrain.reporting.pages.html_page import (
     used_columns,
 )
 from mpitrain.reporting.traced_time import CATEGORIES, Span, read_spans
-from mpitrain.system.sizes import size_text
+from mpitrain.system.sizes import counted, size_text
 
 MOST_TIMELINES = 12
 Rows = Sequence[Mapping[str, Any]]
@@ -35,7 +35,7 @@ def comparison_page(found: Mapping[str, Any]) -> str:
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
     note = (
         f"All seconds are virtual: batches take {found['compute']}, messages {found['network']}, and the rest "
-        f"{found['costs']}; seed {found['seed']}. One device: {found['one_device_samples_per_s']:.6g} samples/s"
+        f"{found['costs']}; seed {found['seed']}. One device: {count_text(found['one_device_samples_per_s'])} samples/s"
         + ("." if found["gradients"] else "; no gradients were computed.")
     )
     body = [
@@ -58,17 +58,17 @@ def _answers(rows: Rows, target: object) -> Iterable[str]:
         return
     most = max(row["workers"] for row in rows)
     these = sorted((row for row in rows if row["workers"] == most), key=lambda row: -row["samples_per_s"])
-    workers = f"{most} worker{'s' * (most > 1)}"
     first = these[0]
-    said = f"{first['strategy']}, {_digits(first['samples_per_s'])} samples/s, {first['speed_up']:.2f} times one device"
+    rate = count_text(first["samples_per_s"])
+    said = f"{first['strategy']}, {rate} samples/s, {first['speed_up']:.2f} times one device"
     if len(these) > 1:
         ratio = first["samples_per_s"] / max(these[1]["samples_per_s"], 1e-9)
         said += f" and {ratio:.2f} times {these[1]['strategy']}, the next"
-    yield f"Fastest with {workers}: {said}."
+    yield f"Fastest with {counted(most, 'worker')}: {said}."
     met = sorted((row for row in rows if row.get("to_target")), key=lambda row: row["to_target"]["virtual_s"])
     if target and met:
         first = met[0]
-        who = f"{first['strategy']} with {first['workers']} worker{'s' * (first['workers'] > 1)}"
+        who = f"{first['strategy']} with {counted(first['workers'], 'worker')}"
         yield f"First at the target: {who}, after {_digits(first['to_target']['virtual_s'])} virtual seconds."
 
 
@@ -83,7 +83,7 @@ def _failures(rows: Rows, missed: bool) -> Iterable[str]:
     for row in rows:
         why = row.get("refused") or row.get("failure")
         if why and (row.get("status") == "missed") == missed:
-            yield f"{row['strategy']}, {row['workers']} worker{'s' * (row['workers'] > 1)}: {why}"
+            yield f"{row['strategy']}, {counted(row['workers'], 'worker')}: {why}"
 
 
 def _figures_of(rows: Rows, found: Mapping[str, object]) -> str:
@@ -100,7 +100,7 @@ def _figures_of(rows: Rows, found: Mapping[str, object]) -> str:
     for row in rows:
         met = row.get("to_target") or {}
         cells = [
-            row["strategy"], row["workers"], _number(row["samples_per_s"]),
+            row["strategy"], row["workers"], Number(row["samples_per_s"], count_text(row["samples_per_s"])),
             Number(row["speed_up"], f"{row['speed_up']:.2f}"), _share(row["utilisation"]),
             ", ".join(map(str, row["staleness"].values())),
             _share(row["dropped_share"]), _number(row["virtual_s"]),
@@ -129,9 +129,9 @@ def _share(value: float) -> Number:
 
 def _speed_up(rows: Rows, strategies: Sequence[str], limits: Rows) -> str:
     """Of every strategy, with the ideal, and with what the fitted curve cannot pass."""
-    drawing, title = Drawing("workers", counts="x"), "Speed-up over one device"
+    drawing, title = Drawing("workers", counts=True), "Speed-up over one device"
     most = max((row["workers"] for row in rows), default=1)
-    drawing.axes.plot([1, most], [1, most], color=colour(8), linestyle=":")
+    drawing.line([1, most], [1, most], 8, "dotted")
     highest = max([float(row["speed_up"]) for row in rows], default=1.0)
     those, has_bound = [], False
     for number, strategy in enumerate(strategies, 1):
@@ -152,7 +152,7 @@ def _losses(rows: Rows, strategies: Sequence[str]) -> Iterable[str]:
     """One figure for each number of workers, one line for each strategy; so for each metric of the validations."""
     for number in dict.fromkeys(row["workers"] for row in rows):
         runs = [row for row in rows if row["workers"] == number and row.get("loss_curve")]
-        workers = f"{number} worker{'s' * (number > 1)}"
+        workers = counted(number, "worker")
         yield from _lines(runs, strategies, "loss_curve", "loss", f"Training loss, {workers}")
         for name in dict.fromkeys(name for row in runs for name in row["metrics"]):
             yield from _lines(runs, strategies, "validations", name, f"Validation: {name}, {workers}")
@@ -184,7 +184,7 @@ def _timelines(rows: Rows) -> Iterable[str]:
         return
     yield "<h2>Timelines</h2>"
     yield figures([
-        _timeline(spans, f"{row['strategy']}, {row['workers']} workers: the traced steps of each rank")
+        _timeline(spans, f"{row['strategy']}, {counted(row['workers'], 'worker')}: the traced steps of each rank")
         for row, spans in traced[:MOST_TIMELINES]
     ])  # fmt: skip
     note = (

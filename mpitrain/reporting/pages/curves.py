@@ -117,8 +117,7 @@ def _sorted_out(
 
 
 def _points(run: RunFiles, name: str) -> list[tuple[Row, float]]:
-    found = [(row, metrics_in(row).get(name)) for row in run.of_kind("validation")]
-    return [(row, value) for row, value in found if _is_finite(value)]
+    return [(row, value) for row in run.of_kind("validation") if _is_finite(value := row.get(name))]
 
 
 def _is_finite(value: Any) -> TypeGuard[float]:
@@ -144,9 +143,10 @@ def _change(of: Shown, name: str) -> float:
 def _once(of: Shown, names: Sequence[str]) -> Iterable[str]:
     """What was measured once has no curve."""
     for run, name, _ in of.each():
-        found = [f"{one} {compact(points[0][1])}" for one in names if len(points := _points(run, one)) == 1]
-        if found:
-            samples = int(run.of_kind("validation")[0].get("samples") or 0)
+        rows = run.of_kind("validation")
+        found = [f"{one} {compact(points[0][1])}" for one in names if (points := _points(run, one))]
+        if found and len(rows) == 1:
+            samples = int(rows[0].get("samples") or 0)
             before = "Validated" if of.is_one else f"{name}: validated"
             yield f"{before} once, after {samples:,} samples: {', '.join(found)}."
 
@@ -271,7 +271,7 @@ def _family_picture(of: Shown, family: Family, changes: Mapping[str, float]) -> 
     for run, name, colour in of.each():
         rows = []
         for row in run.of_kind("validation"):
-            values = [value for one in family.names if _is_finite(value := metrics_in(row).get(one))]
+            values = [value for one in family.names if _is_finite(value := row.get(one))]
             rows.append(row | ({"": sum(values) / len(values)} if values else {}))
         lines.append((rows, "", Key(name, colour)))
     if _has_curve(lines):

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mpitrain.errors import UsageError, printable
-from mpitrain.reporting.pages.look import NUM_COLOURS
+from mpitrain.reporting.pages.look import within_colours
 from mpitrain.system.saying import html_text
+from mpitrain.system.sizes import counted
 
 MOST_BARS = 64  # ranks that have bars of their own
 # What matplotlib is told, and what becomes of it.
@@ -46,7 +47,7 @@ def check_drawing() -> Any:
 
 def colour(number: int) -> str:
     """What matplotlib is told of a colour, which are counted from 1, without end."""
-    return COLOURS[(number - 1) % NUM_COLOURS]
+    return COLOURS[within_colours(number) - 1]
 
 
 class Drawing:
@@ -54,11 +55,11 @@ class Drawing:
 
     Args:
         x: what the horizontal axis counts.
-        height: in points; log: whether the vertical axis is logarithmic; counts: horizontal, or vertical, ticks are
-            whole numbers.
+        height: in points; log: whether the vertical axis is logarithmic; counts: whether only whole numbers stand at
+            the horizontal one.
     """
 
-    def __init__(self, x: str, height: float = _HEIGHT, log: bool = False, counts: str = ""):
+    def __init__(self, x: str, height: float = _HEIGHT, log: bool = False, counts: bool = False):
         from_left, from_right, above, below = 52.0, 16.0, 10.0, 40.0
         self._figure = check_drawing()(figsize=(_WIDTH / 72, height / 72), facecolor="none")
         share = (1 - from_left / _WIDTH - from_right / _WIDTH, 1 - above / height - below / height)
@@ -74,7 +75,7 @@ class Drawing:
         self._place_ticks(log, counts)
         self._told: list[str] = []
 
-    def _place_ticks(self, log: bool, counts: str) -> None:
+    def _place_ticks(self, log: bool, counts: bool) -> None:
         from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
         if log:
@@ -82,8 +83,8 @@ class Drawing:
             self.axes.yaxis.set_major_locator(LogLocator(numticks=5))
             self.axes.yaxis.set_minor_locator(NullLocator())
         else:
-            self.axes.yaxis.set_major_locator(MaxNLocator(5, integer="y" in counts))
-        self.axes.xaxis.set_major_locator(MaxNLocator(5, integer="x" in counts, min_n_ticks=1))
+            self.axes.yaxis.set_major_locator(MaxNLocator(5))
+        self.axes.xaxis.set_major_locator(MaxNLocator(5, integer=counts, min_n_ticks=1))
         for axis in (self.axes.xaxis, self.axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
 
@@ -104,12 +105,11 @@ class Drawing:
             markersize=4, alpha=0.75 if look == "thin" else 1,
         )  # fmt: skip
         if name and len(ys):
-            points = f"{len(ys)} point{'s' * (len(ys) > 1)}"
-            self.tell(f"{name}: {points}, from {compact(ys[0])} to {compact(ys[-1])}")
+            self.tell(f"{name}: {counted(len(ys), 'point')}, from {compact(ys[0])} to {compact(ys[-1])}")
 
-    def level(self, value: float, number: int = 0, look: str = "dashed", name: str = "") -> None:
-        """A line across at this height, 0 in the colour of letters."""
-        style, width = _LOOKS[look]
+    def level(self, value: float, number: int = 0, name: str = "") -> None:
+        """A dashed line across at this height, 0 in the colour of letters."""
+        style, width = _LOOKS["dashed"]
         self.axes.axhline(value, color=colour(number) if number else _SOFT, linestyle=style, linewidth=width)
         self.tell(f"{name}: {compact(value)}")
 
@@ -155,13 +155,19 @@ def _finished(drawn: str, title: str, told: str, kind: str) -> str:
 
 def compact(value: float) -> str:
     """A number in few letters: 0.9721, 15k, 2.5M, 5e-4."""
+    size = abs(float(f"{value:.4g}"))  # as it will be written: 9999.7 is 10k
     for least, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= least:
+        if least <= size < math.inf:
             return f"{value / (1e3 if unit == 'k' else least):.4g}{unit}"
-    if 0 < abs(value) < 1e-3:
+    if 0 < size < 1e-3:
         digits, _, power = f"{value:.3e}".partition("e")
         return f"{float(digits):g}e{int(power)}"
     return f"{value:.4g}"
+
+
+def count_text(value: float) -> str:
+    """Samples, or samples per second: 12,346, 12.3, 0.123."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def time_unit(seconds: float) -> tuple[str, float]:

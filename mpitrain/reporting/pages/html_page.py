@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpitrain.reporting.pages.look import POLICY, SCRIPT, STYLE
+from mpitrain.reporting.pages.look import POLICY, SCRIPT, STYLE, within_colours
 from mpitrain.system.saying import html_text
 
 SWITCH = (
@@ -132,7 +132,7 @@ def _cell(value: object, kind: str) -> str:
 def keys(those: Iterable[Key]) -> str:
     """What the colours of figures stand for."""
     found = (
-        f'<li><i class="{one.look}" style="color: var(--c{one.colour})"></i>{text(one.text)}</li>'
+        f'<li><i class="{one.look}" style="color: var(--c{within_colours(one.colour)})"></i>{text(one.text)}</li>'
         for one in those
     )
     return f'<ul class="keys">{"".join(found)}</ul>'
@@ -149,6 +149,6 @@ def figures(those: Sequence[str]) -> str:
     return f'<div class="figures">{"".join(those)}</div>' if those else ""
 
 
-def folded(title: str, body: str, is_open: bool = False) -> str:
+def folded(title: str, body: str) -> str:
     """What is shown on demand."""
-    return f"<details{' open' if is_open else ''}><summary>{text(title)}</summary>{body}</details>"
+    return f"<details><summary>{text(title)}</summary>{body}</details>"

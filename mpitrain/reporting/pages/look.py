@@ -11,6 +11,12 @@ import hashlib
 
 NUM_COLOURS = 8  # of Okabe and Ito in light, brighter ones of the same hues in dark
 
+
+def within_colours(number: int) -> int:
+    """The number of a colour that there is, for any number from 1 on."""
+    return (number - 1) % NUM_COLOURS + 1
+
+
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1b1f24; --soft: #59636e; --line: #d5dae0; --grid: #e4e8ec;
   --card: #f5f7f9; --good: #0a6b38; --warn: #855200; --bad: #b00020; --info: #0b57a4; --c1: #0072b2; --c2: #d55e00;

@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from mpitrain.reporting.pages.answers import met_target, seconds_text
-from mpitrain.reporting.pages.figures import compact
+from mpitrain.reporting.pages.figures import compact, count_text
 from mpitrain.reporting.pages.times import SHARES, worker_times
 from mpitrain.reporting.repetitions import measured
 from mpitrain.reporting.run_files import RunFiles
 from mpitrain.reporting.targets import LOSS, Choice, Target, read_target
+from mpitrain.system.sizes import counted
 
 _STATUS = {
     "ok": ("finished", "good"), "missed": ("target missed", "warn"), "fail": ("failed", "bad"),
@@ -36,9 +37,9 @@ def about(run: RunFiles) -> list[str]:
     """What it is, in few words."""
     asked = run.result.get("strategy_asked") or run.started.get("strategy_asked") or run.fact("strategy")
     found = [str(one) for one in (run.fact("job"), asked) if one]
-    for name, what in (("workers", "worker"), ("servers", "server"), ("nodes", "node"), ("epochs", "epoch")):
+    for name in ("workers", "servers", "nodes", "epochs"):
         if number := run.fact(name):
-            found.append(f"{number} {what}{'s' * (number != 1)}")
+            found.append(counted(number, name[:-1]))
     found += [
         f"{what} {value}"
         for name, what in (("batch_size", "batch"), ("seed", "seed"))
@@ -78,11 +79,11 @@ def numbers_of(run: RunFiles, by: Choice | None) -> list[tuple[str, str, str]]:
         found.append(
             (
                 "samples/s",
-                f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
+                count_text(rate),
                 f"{compact(rate / number)} each worker" if number > 1 else "",
             )
         )
-    if (trained := _number(run.result.get("train_s") or run.result.get("virtual_s"))) is not None:
+    if (trained := run.training_s) is not None:
         whole = _number(run.result.get("total_wall_s"))
         virtual = "virtual " if "virtual_s" in run.result else ""
         found.append(
@@ -186,9 +187,7 @@ def _work(run: RunFiles) -> Iterable[str]:
     lost = sum(row["event"] == "worker lost" for row in run.rows)
     starts = sum(row["event"] == "start" for row in run.rows)
     if lost or starts > 1:
-        said = [f"{lost} worker{'s' * (lost > 1)} lost"] * bool(lost) + [f"started {starts} times"] * (
-            starts > 1
-        )
+        said = [f"{counted(lost, 'worker')} lost"] * bool(lost) + [f"started {starts} times"] * (starts > 1)
         yield f"Faults: {', '.join(said)}."
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from mpitrain.reporting.pages import times
 from mpitrain.reporting.pages.answers import Answer, answer, differing, met_target, names_of, seconds_text
 from mpitrain.reporting.pages.curves import Shown, curves, shown
-from mpitrain.reporting.pages.figures import compact
+from mpitrain.reporting.pages.figures import compact, count_text
 from mpitrain.reporting.pages.html_page import (
     Number,
     document,
@@ -28,13 +28,15 @@ from mpitrain.reporting.pages.html_page import (
 from mpitrain.reporting.pages.one_run import about, numbers_of, sentences_of, status_of
 from mpitrain.reporting.rows import Row
 from mpitrain.reporting.run_files import RunFiles, read_runs
+from mpitrain.reporting.targets import LOSS
 from mpitrain.system.files.atomic import check_output, write_whole
+from mpitrain.system.sizes import counted
 
 MOST_EVENTS = 200
 # What a table of a run's figures shows first, in this order; the metrics stand between.
 _FIRST = ("status", "job", "strategy", "workers", "servers", "nodes")
 _THEN = (
-    "samples_per_second", "train_s", "wall_s", "total_wall_s", "node_hours", "energy_joules",
+    "samples_per_second", "train_s", "virtual_s", "wall_s", "total_wall_s", "node_hours", "energy_joules",
     "steps", "samples", "epochs", "batch_size", "accumulate", "precision",
     "seed", "staleness_mean", "staleness_max", "dropped", "late", "nonfinite", "failure",
 )  # fmt: skip
@@ -108,7 +110,7 @@ def _head_of_several(runs: Sequence[RunFiles], of: Shown, found: Answer) -> Iter
     rates = {name: rate for run, name, _ in of.each() if (rate := run.result.get("samples_per_second"))}
     if rates:
         fastest = max(rates, key=lambda name: rates[name])
-        numbers.append(("most samples/s", f"{rates[fastest]:,.0f}", fastest))
+        numbers.append(("most samples/s", count_text(rates[fastest]), fastest))
     met = sum(met_target(run) is not None for run in runs)
     has_target = any(run.targets() for run in runs)
     numbers.append(
@@ -129,8 +131,9 @@ def _warnings(runs: Sequence[RunFiles], of: Shown) -> Iterable[str]:
                 [f"{name}: {status_of(run)[0]}: {run.result.get('failure') or 'no reason was given'}"], "fail"
             )
         if run.num_torn:
-            lines = f"{run.num_torn} line{'s' * (run.num_torn > 1)}"
-            yield from paragraphs([f"{name}: {lines} of metrics.jsonl could not be read."], "note")
+            yield from paragraphs(
+                [f"{name}: {counted(run.num_torn, 'line')} of metrics.jsonl could not be read."], "note"
+            )
         if any("virtual_s" in row for row in run.rows):
             yield from paragraphs([f"{name} is a simulation: its seconds are virtual ones."], "note")
 
@@ -139,11 +142,8 @@ def _comparison(of: Shown, found: Answer) -> str:
     """A line for each run: what it was given that others were not, and what came of it."""
     options = differing(of.runs)
     metrics = [found.by.metric] if found.by else []
-    metrics += [
-        name
-        for name in ("validation_loss",)
-        if any(name in run.measured() for run in of.runs) and name not in metrics
-    ]
+    if LOSS not in metrics and any(LOSS in run.measured() for run in of.runs):
+        metrics.append(LOSS)
     has_target = any(run.targets() for run in of.runs)
     titles = [
         "run",
@@ -156,11 +156,11 @@ def _comparison(of: Shown, found: Answer) -> str:
     ]
     lines: list[list[Any]] = []
     for at, run in enumerate(of.runs):
-        trained, met, rate = run.fact("train_s"), met_target(run), run.result.get("samples_per_second")
+        met, rate = met_target(run), run.result.get("samples_per_second")
         lines.append([
             run.name, *(_as_number(texts[at]) for texts in options.values()),
             *(run.measured().get(name, "") for name in metrics),
-            "" if rate is None else Number(float(rate), f"{rate:,.4g}"), _time(trained),
+            "" if rate is None else Number(float(rate), count_text(float(rate))), _time(run.training_s),
             *([_time(met["trained_s"] if met else None)] if has_target else []), status_of(run)[0],
         ])  # fmt: skip
     best = [number for number, run in enumerate(of.runs) if any(run is one for one in found.best)]

@@ -32,7 +32,7 @@ def _staleness(of: Shown) -> Iterable[str]:
     ]
     if not stale:
         return
-    drawing = Drawing("versions", counts="x")
+    drawing = Drawing("versions", counts=True)
     width = 0.8 / len(stale)
     for place, (run, name, number) in enumerate(stale):
         counts = {int(key): int(value) for key, value in run.result["staleness_histogram"].items()}
@@ -92,7 +92,7 @@ def shares(run: RunFiles, title: str) -> str:
 
 def worker_times(run: RunFiles) -> list[dict[str, Any]]:
     """Seconds of each worker's training by what they went into; `rest_s` is what is left of the run's training."""
-    whole = float(run.result.get("train_s") or run.result.get("virtual_s") or 0.0)
+    whole = run.training_s or 0.0
     found = []
     for one in run.result.get("ranks") or run.result.get("per_worker") or ():
         if one.get("role", "worker") != "worker" or "compute_s" not in one:

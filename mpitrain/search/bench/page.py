@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from mpitrain.reporting.pages.figures import Drawing, both_ways
+from mpitrain.reporting.pages.figures import Drawing, both_ways, count_text
 from mpitrain.reporting.pages.html_page import (
     SWITCH,
     Key,
@@ -23,7 +23,7 @@ from mpitrain.reporting.pages.html_page import (
     table,
     used_columns,
 )
-from mpitrain.search.bench.text import reasons, sentence
+from mpitrain.search.bench.text import reasons, sentence, workers_text
 from mpitrain.system.sizes import size_text
 
 Rows = Sequence[Mapping[str, Any]]
@@ -34,7 +34,9 @@ def bench_page(found: Mapping[str, Any]) -> str:
     rows = [row for row in found["rows"] if row.get("samples_per_second")]
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
     title = f"{found['job']}: {found['scaling']} scaling"
-    failures = [f"{_name(row)}: {why}" for row in found["rows"] for why in reasons(row)]
+    failures = [
+        f"{row['strategy']}, {workers_text(row)}: {why}" for row in found["rows"] for why in reasons(row)
+    ]
     note = (
         f"{found['repeats']} runs of each setting, in turns. Batches of virtual workers take {found['compute']}, "
         f"messages {found['network']}."
@@ -70,10 +72,6 @@ def _keys(rows: Rows, strategies: Sequence[str]) -> list[Key]:
     ]
 
 
-def _name(row: Mapping[str, object]) -> str:
-    return f"{row['strategy']}, {row['workers']} {'virtual ' if row['virtual'] else ''}workers"
-
-
 def _figures_of(rows: Rows) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     titles = [
@@ -85,8 +83,8 @@ def _figures_of(rows: Rows) -> str:
         met = row["to_target"] or {}
         cells = [
             row["strategy"], Number(row["workers"], f"{row['workers']}{' virtual' if row['virtual'] else ''}"),
-            row["batch_size"], row["samples_per_second"], _share(row["spread"]), _ratio(row["speed_up"]),
-            _share(row["efficiency"]),
+            row["batch_size"], Number(row["samples_per_second"], count_text(row["samples_per_second"])),
+            _share(row["spread"]), _ratio(row["speed_up"]), _share(row["efficiency"]),
             "" if row["num_bytes"] is None else Number(row["num_bytes"], size_text(int(row["num_bytes"]))),
             _blank(row["energy_j"]),
             _blank(row["staleness_mean"]), met.get("seconds", ""), met.get("samples", ""),
@@ -109,7 +107,7 @@ def _blank(value: object) -> Any:
 
 
 def _against_workers(rows: Rows, strategies: Sequence[str], key: str, label: str) -> str:
-    drawing = Drawing("workers", counts="x")
+    drawing = Drawing("workers", counts=True)
     for one in _keys(rows, strategies):
         virtual = one.look == "dashed"
         these = [
@@ -136,8 +134,7 @@ def _learning(rows: Rows, strategies: Sequence[str], metric: str | None) -> Iter
             lines.append((Key(row["strategy"], strategies.index(row["strategy"]) + 1), points))
         if not any(len(points) > 1 for _, points in lines):
             continue
-        workers = f"{number} {'virtual ' if virtual else ''}worker{'s' * (number > 1)}"
-        title, those = f"{metric}, {workers}", [key for key, points in lines if points]
+        title, those = f"{metric}, {workers_text(these[0])}", [key for key, points in lines if points]
         seconds = "virtual seconds" if virtual else "seconds since the start"
         drawn.append(
             figure(both_ways(title, partial(_draw, lines, str(metric), seconds)), title, those=those)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mpitrain.simulation.comparison_text import NAME, named_row, wrapped
-from mpitrain.system.sizes import size_text
+from mpitrain.system.sizes import counted, size_text
 
 
 def bench_text(found: Mapping[str, Any]) -> str:
@@ -26,7 +26,7 @@ def bench_text(found: Mapping[str, Any]) -> str:
             lines += wrapped(sentence(verdict))
     for row in found["rows"]:
         for why in reasons(row):
-            lines += wrapped(f"{row['strategy']}, {_of(row)}: {why}")
+            lines += wrapped(f"{row['strategy']}, {workers_text(row)}: {why}")
     return "\n".join(lines)
 
 
@@ -90,15 +90,15 @@ def _workers(row: Mapping[str, object]) -> str:
     return f"{row['workers']}{'v' if row['virtual'] else ''}"
 
 
-def _of(row: Mapping[str, Any]) -> str:
-    virtual = "virtual " if row["virtual"] else ""
-    return f"{row['workers']} {virtual}worker{'s' * (row['workers'] > 1)}"
+def workers_text(row: Mapping[str, Any]) -> str:
+    """How many, and whether they are virtual."""
+    return counted(row["workers"], "virtual worker" if row["virtual"] else "worker")
 
 
 def sentence(verdict: Mapping[str, Any]) -> str:
     """A verdict in words."""
     middle, least, largest = verdict["faster"]
-    text = f"{_of(verdict)}, {verdict['strategy']} against {verdict['against']}: {middle:.2f} times as fast"
+    text = f"{workers_text(verdict)}, {verdict['strategy']} against {verdict['against']}: {middle:.2f} times as fast"
     if least != largest:
         text += f" ({least:.2f} to {largest:.2f})"
     if "metric" in verdict:
