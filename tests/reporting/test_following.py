@@ -12,9 +12,10 @@ import pytest
 
 from mpitrain.cli import main as cli
 from mpitrain.errors import UsageError
-from mpitrain.reporting.pages import curves
+from mpitrain.reporting.pages import curves, following
 from mpitrain.reporting.pages.following import follow
-from mpitrain.reporting.pages.live import SILENT_S, Life
+from mpitrain.reporting.pages.live import SILENT_S, Life, pace_of
+from mpitrain.reporting.run_files import RunFiles, read_runs
 from mpitrain.system.files.run_lock import LOCK_FILE
 
 RELOADS = "data-reload="
@@ -97,6 +98,7 @@ def end(run: Path, **result: object) -> None:
 def test_a_run_is_followed_from_before_it_begins_until_it_has_ended(tmp_path: Path) -> None:
     run = tmp_path / "<b>run"
     lost = {"event": "worker lost", "t": 91.0, "rank": 2, "how": "died"}
+    validation = {"event": "validation", "t": 87.0, "epoch": 1, "samples": 480, "accuracy": 0.5}
     checkpoint = {
         "event": "checkpoint",
         "t": 88.0,
@@ -106,7 +108,7 @@ def test_a_run_is_followed_from_before_it_begins_until_it_has_ended(tmp_path: Pa
 
     def lose() -> None:
         train(run)
-        write(run, checkpoint, lost)
+        write(run, validation, checkpoint, lost)
 
     found = Followed(run, lambda: begin(run), lose, lambda: end(run))
     nothing, started, half, last = found.pages
@@ -117,7 +119,7 @@ def test_a_run_is_followed_from_before_it_begins_until_it_has_ended(tmp_path: Pa
     )
     assert "In: 2 of 3 workers and 1 server." in half and "Lost: rank 2 (died, at 91 s)." in half
     assert f"Last checkpoint: of 480 samples (checkpoints/{480:012d}), 3 s before" in half
-    assert "to be at least 0.9" in half or "accuracy" not in half.partition("<h2>")[0]
+    assert "<b>0.5</b><small>to be at least 0.9<" in half
     assert all(RELOADS in one for one in found.pages[:3]) and RELOADS not in last
     assert ">target met<" in last and "Target met: accuracy 0.95 is at least 0.9" in last
     assert all("<b>run" not in one and "<i>digits" not in one for one in found.pages)
@@ -165,14 +167,63 @@ def test_a_dead_run_is_said_to_be_gone(tmp_path: Path, where: str, monkeypatch: 
     assert all(">running<" in one for one in found.pages[:-1])
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_run_that_begins_or_ends_while_it_is_looked_at_is_not_gone(
+    tmp_path: Path, is_interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins just before its rows are read, and ends just after that."""
+    run, read = tmp_path / "run", following.read
+
+    def between(run_dir: Path) -> RunFiles | None:
+        if not run.exists():
+            begin(run)
+            return read(run_dir)
+        found = read(run_dir)
+        if not (run / "result.json").exists():
+            end(run)
+        return found
+
+    monkeypatch.setattr(following, "read", between)
+    found = Followed(run, *([interrupt] if is_interrupted else [lambda: None] * 2))
+    assert all(">starting<" in one for one in found.pages[:2]) and found.code == 130 * is_interrupted
+    assert len(found.pages) == 2 if is_interrupted else ">target met<" in found.pages[2]
+
+
+def test_without_locks_a_run_lives_while_rows_are_written(tmp_path: Path) -> None:
+    """By whatever clock its file system dates them."""
+    run = tmp_path / "run"
+    begin(run)
+    (run / LOCK_FILE).unlink()
+    os.utime(run / "metrics.jsonl", (1, 1))
+
+    def go_on() -> None:
+        train(run)
+        (run / LOCK_FILE).unlink()
+        os.utime(run / "metrics.jsonl", (2, 2))
+
+    found = Followed(run, go_on, *[lambda: None] * 50)
+    assert ">starting<" in found.pages[0] and ">running<" in found.pages[1]
+    assert ">gone without a result<" in found.pages[-1]
+
+
+def test_the_pace_of_a_run_whose_steps_take_minutes_is_known(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    begin(run)
+    write(run, {"event": "training", "t": 0.0, "samples": 0, "total_samples": 1000})
+    for at in (1, 2):
+        write(run, {"event": "progress", "t": 100.0 * at, "step": at, "samples": 200 * at, "loss": 1.0})
+        pace = pace_of(read_runs([run])[0])
+        assert (pace.rate, pace.left_s) == (2.0, 500.0 - 100 * at)
+
+
 def test_an_interrupt_leaves_a_page_that_loads_itself_no_more(tmp_path: Path) -> None:
     run = tmp_path / "run"
     begin(run)
     train(run)
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
     found = Followed(run, interrupt)
     assert found.code == 130 and RELOADS in found.pages[0]
     assert RELOADS not in found.pages[1] and "Nobody follows the run any more" in found.pages[1]

@@ -38,8 +38,7 @@ def follow(
     try:
         while True:
             began_s = time.process_time()
-            run = read(run_dir)
-            lives = life.lives()
+            run, lives = _look(run_dir, life)
             how = how_it_stands(run, lives)
             if how != said:
                 tell(
@@ -47,14 +46,14 @@ def follow(
                     + ("is written" if how in OVER else "follows it")
                 )
                 said = how
-            write_whole(out, _page(run_dir, run, life, lives, 0 if how in OVER else every_s))
+            write_whole(out, _page(run_dir, run, lives, life, 0 if how in OVER else every_s))
             if how in OVER:
                 return EXIT_OK
             every_s = max(LEAST_S, _SHARE * (time.process_time() - began_s))
             wait(every_s)
     except KeyboardInterrupt:
         note = "Nobody follows the run any more: this shows how it stood."
-        write_whole(out, _page(run_dir, read(run_dir), life, life.lives(), 0, note))
+        write_whole(out, _page(run_dir, *_look(run_dir, life), life, 0, note))
         tell(f"mpitrain: {out} shows how {run_dir} stood; the run goes on without it")
         return EXIT_INTERRUPTED
 
@@ -78,13 +77,20 @@ def how_it_stands(run: RunFiles | None, lives: bool) -> str:
     return PAUSED if run.result.get("status") == "requeue" else ENDED
 
 
+def _look(run_dir: Path, life: Life) -> tuple[RunFiles | None, bool]:
+    """What the run has left so far, and whether it lives: which it did before what was read, as a result is written
+    before its lock is given back, or does after it, as a lock is taken before the first row."""
+    check_readable(run_dir)
+    lived = life.lives()
+    return read(run_dir), lived or life.lives()
+
+
 def read(run_dir: Path) -> RunFiles | None:
     """What the run has left so far; None before it has left anything.
 
     Raises:
-        UsageError: the directory holds several runs, or may not be read.
+        UsageError: the directory holds several runs.
     """
-    check_readable(run_dir)
     if holds_run(run_dir):
         return read_runs([run_dir])[0]
     if run_dir.is_dir() and (several := sorted(one.name for one in run_dir.iterdir() if holds_run(one))):
@@ -95,7 +101,7 @@ def read(run_dir: Path) -> RunFiles | None:
 
 
 def _page(
-    run_dir: Path, run: RunFiles | None, life: Life, lives: bool, reload_s: float, note: str = ""
+    run_dir: Path, run: RunFiles | None, lives: bool, life: Life, reload_s: float, note: str = ""
 ) -> str:
     """`reload_s`: 0 for the last one."""
     again = f"Written {time.strftime('%H:%M:%S')}; the page loads itself again every {reload_s:.0f} s."

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.reporting.pages.answers import choice_of, seconds_text
+from mpitrain.reporting.pages.figures import count_text
 from mpitrain.reporting.pages.html_page import head, paragraphs, tiles
 from mpitrain.reporting.pages.one_run import about, numbers_of, status_of
 from mpitrain.reporting.rows import METRICS_FILE, Row
@@ -27,7 +28,7 @@ from mpitrain.system.launched.rank_status import ENDED, READY, RankStatus
 
 RESULT_FILE = "result.json"
 SILENT_S = 2 * QUIET_S
-_RECENT_S = 60.0  # that the rate is taken from
+_RECENT_S = 60.0  # that the rate is taken from, where a step does not take longer
 
 
 @dataclass
@@ -56,8 +57,6 @@ class Life:
         if locks or (self.run_dir / RESULT_FILE).exists():
             return False
         touched = _touched(self.run_dir / METRICS_FILE)
-        if METRICS_FILE not in self._seen and time.time() - touched / 1e9 > SILENT_S:
-            self._seen[METRICS_FILE] = touched, self.clock() - SILENT_S  # it was silent before we looked
         return self.quiet_s(METRICS_FILE, touched) < SILENT_S and bool(touched)
 
     def ranks(self) -> dict[int, RankStatus]:
@@ -106,8 +105,9 @@ def pace_of(run: RunFiles) -> Pace:
     planned = next((row["total_samples"] for row in rows if isinstance(row.get("total_samples"), int)), None)
     if not steps:
         return Pace(0, planned, None, None)
-    last = steps[-1]
-    before = next(row for row in steps if row["trained_s"] >= last["trained_s"] - _RECENT_S)
+    *earlier, last = steps
+    recent = [row for row in earlier if row["trained_s"] >= last["trained_s"] - _RECENT_S]
+    before = (recent or earlier[-1:] or steps)[0]
     spent_s, done = last["trained_s"] - before["trained_s"], last["samples"] - before["samples"]
     rate = done / spent_s if spent_s > 0 and done > 0 else None
     left_s = max(0, planned - last["samples"]) / rate if planned and rate else None
@@ -153,12 +153,7 @@ def _numbers(run: RunFiles, pace: Pace) -> Iterable[tuple[str, str, str]]:
         "-" if pace.left_s is None else seconds_text(pace.left_s),
         f"{pace.samples:,} samples so far",
     )
-    rate = pace.rate or 0.0
-    yield (
-        "samples/s",
-        "-" if pace.rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
-        "of the last minute",
-    )
+    yield "samples/s", "-" if pace.rate is None else count_text(pace.rate), "lately"
     yield from (one for one in numbers_of(run, choice_of([run])) if one[0] not in ("samples", "samples/s"))
 
 
