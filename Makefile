@@ -208,7 +208,7 @@ format: $(VENV)/.installed-test
 
 # Trained models (runs/) and packed data (data/) stay.
 clean:
-	rm -rf $(VENV) $(VENV_MPICH) $(VENV_OLDEST) build docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_MPICH) $(VENV_INTEL) $(VENV_OLDEST) build docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find mpitrain tests jobs benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # An environment whose pip answers is used as it is; one that was left half-made is made anew.

@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 from mpitrain.cli.common.options import asked, command, option, switch
-from mpitrain.cli.train import add_options, overrides
+from mpitrain.cli.train import add_job, add_options, overrides
 from mpitrain.errors import UsageError
 from mpitrain.system.launched.launch_variables import why_no_launching
 from mpitrain.system.number_texts import positive, positives
@@ -48,13 +48,7 @@ def add_parser(commands: Any) -> None:
         _DESCRIPTION,
         _EPILOG,
     )
-    option(
-        parser,
-        "job",
-        "JOB",
-        "job file: Python that ends in `job = mpitrain.Job(...)`; FILE:NAME another name in it; or a module, "
-        "pkg.jobs or pkg.jobs:name",
-    )
+    add_job(parser)
     option(
         parser, "--strategies", "TEXT",
         "to measure; the others are compared with the first (default: allreduce)",

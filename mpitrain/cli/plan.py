@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from mpitrain.cli.common.options import asked, command, option, switch
-from mpitrain.cli.train import add_options
+from mpitrain.cli.train import add_job, add_options
 from mpitrain.system.number_texts import above_zero, fraction, positive, positives, rate
 
 _DESCRIPTION = """\
@@ -39,13 +39,7 @@ def add_parser(commands: Any) -> None:
     parser = command(
         commands, "plan", "predict a job's speed-up, and advise", run_plan, _DESCRIPTION, _EPILOG
     )
-    option(
-        parser,
-        "job",
-        "JOB",
-        "job file: Python that ends in `job = mpitrain.Job(...)`; FILE:NAME another name in it; or a module, "
-        "pkg.jobs or pkg.jobs:name",
-    )
+    add_job(parser)
     option(parser, "--batch-size", "N", "samples per worker and step", positive)
     option(parser, "--epochs", "N", "passes over the data", positive)
     add_options(parser, "synthetic")

@@ -121,12 +121,7 @@ def add_job_options(
     parser: argparse.ArgumentParser, job_is_optional: bool = False, several_strategies: bool = False
 ) -> None:
     """The options `train` and `simulate` share: what a job's fields can be replaced with."""
-    option(
-        parser, "job", "JOB",
-        "job file: Python that ends in `job = mpitrain.Job(...)`; FILE:NAME another name in it; or a module, "
-        "pkg.jobs or pkg.jobs:name",
-        nargs="?" if job_is_optional else None,
-    )  # fmt: skip
+    add_job(parser, nargs="?" if job_is_optional else None)
     job = parser.add_argument_group(OF_JOB)
     if several_strategies:
         several: Any = {"action": "append", "default": [], "dest": "strategies"}
@@ -135,6 +130,16 @@ def add_job_options(
     add_options(job, *(name for name in _under(OF_JOB) if name != "strategy" or not several_strategies))
     _add_parameter_options(job)
     add_options(parser.add_argument_group(OUTPUT), *_under(OUTPUT))
+
+
+def add_job(parser: Any, **more: Any) -> None:
+    """The job that a command is given."""
+    option(
+        parser, "job", "JOB",
+        "job file: Python that ends in `job = mpitrain.Job(...)`; FILE:NAME another name in it; or a module, "
+        "pkg.jobs or pkg.jobs:name",
+        **more,
+    )  # fmt: skip
 
 
 def add_options(group: Any, *names: str) -> None:

@@ -149,11 +149,10 @@ class MpiWorld:
 
     def advance(self, role: Role, answer: object) -> Compute | None:
         """Run `role` up to its next `Compute`, which the caller carries out; None at its end."""
-        if not self._started:
-            self.start()
-        with (
-            self.engine.exclusive()
-        ):  # a program with a process group of its own has another thread drive MPI
+        # A program with a process group of its own has another thread drive MPI.
+        with self.engine.exclusive():
+            if not self._started:
+                self.start()
             while True:
                 try:
                     effect = role.send(answer)

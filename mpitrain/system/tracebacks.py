@@ -25,15 +25,12 @@ def is_users(path: str) -> bool:
 def own_part(error: BaseException) -> str:
     """The traceback, without what lies above the user's function that we have called, and without torch's part of what
     lies below. The last line names the error, which whoever reports it says, too."""
-    shown = traceback.TracebackException(type(error), error, _from_user_on(error))
-    _leave_torch_out(shown)
-    return "".join(shown.format())
+    return "".join(_shown(error).format())
 
 
 def frames(error: BaseException) -> str:
     """The same without that last line, for who goes on with it; empty where the error has no place."""
-    shown = traceback.TracebackException(type(error), error, _from_user_on(error))
-    _leave_torch_out(shown)
+    shown = _shown(error)
     if isinstance(error, SyntaxError):  # whose place is no frame
         return "".join(shown.format())
     if not shown.stack and shown.__cause__ is None and shown.__context__ is None:
@@ -41,6 +38,12 @@ def frames(error: BaseException) -> str:
     text, last = "".join(shown.format()), next(iter(shown.format_exception_only()))
     before, _, after = text.rpartition(last)
     return before + after
+
+
+def _shown(error: BaseException) -> traceback.TracebackException:
+    shown = traceback.TracebackException(type(error), error, _from_user_on(error))
+    _leave_torch_out(shown)
+    return shown
 
 
 def _from_user_on(error: BaseException) -> TracebackType | None:

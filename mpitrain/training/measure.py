@@ -82,6 +82,9 @@ def compute_thread(device: torch.device) -> Executor:
     return ThreadPoolExecutor(1, "mpitrain-compute", initializer=set_device)
 
 
+_STEPPED = "the gradients of a step function (step=) travel whole to servers"
+
+
 def build(job: Job, lr: float | None, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The job's module and optimizer, made under the job's seed so that every rank gets the same."""
     module = build_module(job, device)
@@ -104,8 +107,9 @@ def build_module(job: Job, device: torch.device, deferred: Deferred | None = Non
     if strategy is not None and strategy.has_servers:
         on_host = ""
     check_tables_of(job, module)
-    check_sparse_layers(module, (why_not("sparse", strategy, MPI) if strategy else "") or on_host)
-    check_served_layers(module, why_not("served", strategy, MPI) if strategy else "")
+    stepped = "" if job.step is None or strategy is None or not strategy.has_servers else _STEPPED
+    check_sparse_layers(module, (why_not("sparse", strategy, MPI) if strategy else "") or stepped or on_host)
+    check_served_layers(module, (why_not("served", strategy, MPI) if strategy else "") or stepped)
     for name in job.optimizer if isinstance(job.optimizer, Mapping) else ():
         named_part(module, name)
     check_float32(module, job.precision)

@@ -174,9 +174,11 @@ def about_loop(strategy: Strategy, model: torch.nn.Module, num_workers: int) -> 
 
 def keep_allreduce(runtime: Runtime, found: Checkpoint | None, about: dict[str, Any]) -> None:
     """Decide on allreduces as the run did that the loop goes on from, say where that cannot be, and have it written
-    into the loop's own checkpoints. Before there is a process group."""
+    into the loop's own checkpoints. Groups that there are already follow."""
     plan, before = runtime.allreduce_plan, found.about.get("allreduce") if found is not None else None
-    plan.adopt(before)
+    if plan.adopt(before):
+        for group in runtime.groups:
+            group.decide()
     if before is not None and runtime.rank == 0 and (noted := plan.differences(before)):
         text = "; ".join(f"{name}: {value}" for name, value in noted.items())
         tell(f"mpitrain: allreduces of the resumed loop: {text}")

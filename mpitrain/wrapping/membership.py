@@ -8,6 +8,7 @@ and belong to no group, so that whatever a framework gathers or waits for, it do
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 
 import torch.distributed as dist
@@ -38,7 +39,7 @@ class Membership:
     rank: int
     nodes: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def serves(self) -> bool:
         """Whether this process is a server, which is in no group."""
         return self.rank in self.roles.servers
@@ -48,7 +49,7 @@ class Membership:
         """The size of torch's group."""
         return len(self.roles.workers)
 
-    @property
+    @functools.cached_property
     def index(self) -> int:
         """This worker's rank in torch's group; servers are counted on after the workers."""
         return (*self.roles.workers, *self.roles.servers).index(self.rank)
@@ -58,12 +59,12 @@ class Membership:
         """The node of this process."""
         return self.nodes[self.rank]
 
-    @property
+    @functools.cached_property
     def local_index(self) -> int:
         """As `index`, among those of this node."""
         return self._of_node(self.roles.workers, self.roles.servers).index(self.rank)
 
-    @property
+    @functools.cached_property
     def num_local_workers(self) -> int:
         """Workers of this node."""
         return len(self._of_node(self.roles.workers))

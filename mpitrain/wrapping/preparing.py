@@ -30,9 +30,9 @@ class Preparing:
     """
 
     def __init__(self, member: Membership, model: nn.Module, optimizer: Optimizer, **options: Any):
-        self._member, self._model, self._optimizer, self._options = member, model, optimizer, options
+        self._member, self._model, self.optimizer, self._options = member, model, optimizer, options
         self.begun, self.num_steps = False, 0
-        self._at_first = copy.deepcopy(optimizer.state_dict())
+        self._at_first: dict[str, Any] | None = copy.deepcopy(optimizer.state_dict())
         beside.begin_anew()
         share_module(start(), model)
         if member.serves:
@@ -60,13 +60,15 @@ class Preparing:
             self.begin()
 
     def _begin(self, resume: Path | None) -> None:
-        self.begun = True
-        if resume is not None:  # the framework has loaded what it has of it, on workers
-            self._optimizer.load_state_dict(self._at_first)
+        self.begun, at_first, self._at_first = True, self._at_first, None
+        if (
+            resume is not None and at_first is not None
+        ):  # the framework has loaded what it has of it, on workers
+            self.optimizer.load_state_dict(at_first)
         place = None if resume is None else str(resume)
         place = start().broadcast(place, root=self._member.roles.workers[0])
-        self._optimizer.register_step_post_hook(self._count)
-        loop.wrap(self._model, self._optimizer, self._member.strategy, place, **self._options)
+        self.optimizer.register_step_post_hook(self._count)
+        loop.wrap(self._model, self.optimizer, self._member.strategy, place, **self._options)
         begun = loop.resumed()
         self.num_steps = begun.step if begun is not None else 0
 

@@ -40,7 +40,7 @@ def test_without_the_framework_the_extra_is_named(name):
     if importlib.util.find_spec(name) is not None:
         pytest.skip(f"{name} is installed")
     with pytest.raises(ImportError, match=rf"pip install 'mpitrain\[{name}\]'"):
-        importlib.import_module(f"mpitrain.{name}")
+        importlib.import_module(f"mpitrain.frameworks.{name}")
 
 
 @pytest.fixture(scope="module", params=FRAMEWORKS)

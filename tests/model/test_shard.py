@@ -179,6 +179,14 @@ def test_layerwise_optimizers_are_refused_with_the_reason():
 
     check_elementwise(Mine(module.parameters(), lr=0.1))
 
+    class Composed(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+            self.optimizers = {"muon": torch.optim.SGD(self.param_groups, lr=0.1)}
+
+    with pytest.raises(UsageError, match="Composed cannot run on a parameter server"):
+        check_elementwise(Composed(module.parameters()))
+
 
 def test_mixed_dtypes_and_too_many_servers_are_refused():
     module = make_model()

@@ -64,6 +64,20 @@ def test_a_job_is_found_by_file_by_module_and_by_name_from_any_folder(
     assert load_job(place, ["model.hidden=5"]).options == {"model.hidden": 5}
 
 
+def test_where_python_imports_from_keeps_its_order_and_a_package_of_elsewhere_is_no_module_of_this_place(
+    package, monkeypatch
+):
+    monkeypatch.chdir("/")
+    sys.path.append(str(package))
+    before = list(sys.path)
+    assert load_job("pkg_of_jobs.inner.jobs").name == "named" and sys.path == before
+    other = package / "other" / "pkg_of_jobs" / "inner"
+    other.mkdir(parents=True)
+    (other / "jobs.py").write_text(JOB.format(parts="parts"))
+    with pytest.raises(UsageError, match=f"and not the module below {package / 'other'}: rename"):
+        load_job(f"{package}/other/pkg_of_jobs.inner.jobs")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

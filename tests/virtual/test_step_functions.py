@@ -82,12 +82,48 @@ def slowing(model, optimizers, batch):
     return gan.step(model, optimizers, batch)
 
 
+def by_turns_of_their_own(model, optimizers, batch):
+    """Which optimizer steps goes by the worker's own batch."""
+    losses = gan.step(model, {name: Deaf(one) for name, one in optimizers.items()}, batch)
+    optimizers["generator" if is_first(batch) else "discriminator"].step()
+    return losses
+
+
+def leaving_one_out(model, optimizers, batch):
+    deaf = {"generator": Deaf(optimizers["generator"]), "discriminator": optimizers["discriminator"]}
+    losses = gan.step(model, deaf, batch)
+    if is_first(batch):
+        optimizers["generator"].step()
+    return losses
+
+
+class Deaf:
+    """Steps nothing."""
+
+    def __init__(self, optimizer):
+        self.zero_grad, self.step = optimizer.zero_grad, lambda: None
+
+
+def is_first(batch):
+    first = gan.DATA.reader(None, 0).batch(0, 0, gan.SAMPLES)["x"]
+    return bool((batch["x"][0] == first[: gan.BATCH]).all(1).any())
+
+
+def looked_up():
+    model = gan.networks()
+    model["generator"].append(torch.nn.Embedding(5, 2, sparse=True))
+    return model
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"optimizer": {**gan.OPTIMIZERS, "generator": Hooked}}, "'generator' has step hooks.*optimizer=\"worker\""),
         ({"step": slowing}, "changes options of an optimizer whose steps servers take.*scheduler="),
         ({"on_nonfinite": "skip"}, "others wait for it in the middle of a batch"),
+        ({"step": by_turns_of_their_own}, r"steps '\w+' on one worker where it steps '\w+' on another"),
+        ({"step": leaving_one_out}, r"on one worker where it (ends|steps 'generator') on another"),
+        ({"model": looked_up}, "sparse=True.: the gradients of a step function"),
     ],
 )  # fmt: skip
 def test_what_a_server_could_not_follow_is_refused(changes, said, tmp_path):
@@ -279,7 +315,8 @@ def test_what_steps_by_turns_with_some_batches_only_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("async()", "to servers a batch is one gradient, but under sync"), ("sharded()", "here a batch is one"),
+        ("async()", "to servers a batch is one gradient, but under sync"),
+        ("hybrid()", "to servers a batch is one gradient, but under sync"), ("sharded()", "here a batch is one"),
         ("decentralized()", "here a batch is one gradient; use allreduce"), ("localsgd(start=3)", "leave start out"),
     ],
 )  # fmt: skip

@@ -150,17 +150,21 @@ class LooksForGradients:
             return
         self._looked.add(id(model))
         before = _versions(model)
+        failed = None
         try:
             yield
-        finally:
-            if _versions(model) != before:
-                for one in model.parameters():
-                    one.grad = None
-                raise UsageError(
-                    f"Job: {named(self.function)} calls .backward(), and the job calls backward: return the loss, and "
-                    "leave out .backward(), zero_grad() and step() (torch.autograd.grad gives gradients inside a loss; "
-                    "several steps a batch are for step=)"
-                ) from None
+        except Exception as error:
+            failed = error
+        if _versions(model) != before:
+            for one in model.parameters():
+                one.grad = None
+            raise UsageError(
+                f"Job: {named(self.function)} calls .backward(), and the job calls backward: return the loss, and "
+                "leave out .backward(), zero_grad() and step() (torch.autograd.grad gives gradients inside a loss; "
+                "several steps a batch are for step=)"
+            ) from None
+        if failed is not None:
+            raise failed
 
 
 def _versions(model: nn.Module) -> list[tuple[int, int] | None]:

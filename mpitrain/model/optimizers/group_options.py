@@ -101,8 +101,9 @@ class FollowedOptions:
 
     def hear_options(self, text: str) -> None:
         """The options of one more gradient of the update to come, where its worker says any."""
-        self._texts.append(text)
-        self.heard = True
+        if text:
+            self._texts.append(text)
+            self.heard = True
 
     def apply(self, num_gradients: int) -> None:
         """Set the groups for an update of so many gradients; those that nothing was said with came with the first.

@@ -46,10 +46,12 @@ def check_elementwise(optimizer: Optimizer) -> None:
         UsageError: its class is not one of torch's elementwise optimizers and does not declare itself
             `elementwise = True`.
     """
-    for one in getattr(optimizer, "optimizers", {}).values():
-        check_elementwise(one)
+    if isinstance(optimizer, SeveralOptimizers):
+        for one in optimizer.optimizers.values():
+            check_elementwise(one)
+        return
     cls = type(optimizer)
-    if not (_is_known(cls) or hasattr(optimizer, "optimizers")) and not getattr(cls, "elementwise", False):
+    if not _is_known(cls) and not getattr(cls, "elementwise", False):
         raise UsageError(
             f"optimizer {cls.__name__} cannot run on a parameter server: a server owns slices that cut through "
             f"layers, so only elementwise optimizers keep their meaning there ({', '.join(ELEMENTWISE)}). Use "
@@ -100,9 +102,7 @@ def _rebuild_several(
         if own := [(group - begin, piece) for group, piece in slices if begin <= group < end]:
             made[name] = rebuild(one, own)
         begin = end
-    several = SeveralOptimizers(made)
-    several.turn = ""  # of none, until a push says whose
-    return several
+    return SeveralOptimizers(made)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

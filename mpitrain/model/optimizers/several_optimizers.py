@@ -23,7 +23,8 @@ class SeveralOptimizers(Optimizer):
 
     def __init__(self, optimizers: Mapping[str, Optimizer]):
         self.optimizers = dict(optimizers)  # Optimizer.__init__ would make groups of its own
-        self.turn: str | None = None  # whose it is
+        # On a server: whose gradients are gathered; "" of none, at a batch's end; None where nothing is gathered yet.
+        self.turn: str | None = None
         self.defaults = {key: value for one in optimizers.values() for key, value in one.defaults.items()}
         holders: dict[int, str] = {}
         for name, one in self.optimizers.items():

@@ -82,7 +82,12 @@ class LocalSteps:
         gradients = [p.grad for p in self.model.parameters if p.grad is not None]
         if not all_finite(gradients):
             return False
-        return self.move(lambda: self._own_step() is not self)
+
+        def go() -> bool:
+            self._own_step()
+            return True
+
+        return self.move(go)
 
     @torch.no_grad()
     def move(self, go: Callable[[], bool]) -> bool:

@@ -35,7 +35,7 @@ class SuspendedStep:
         self._call, self._module = call, module
         self._to_function: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._from_function: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._kept: tuple[list[torch.Tensor | None], torch.Tensor] | None = None
+        self._kept: tuple[list[torch.Tensor | None], list[torch.Tensor]] | None = None
         self._thread: threading.Thread | None = None
         self._num_threads, self._device = torch.get_num_threads(), _device_of(module)
 
@@ -49,7 +49,9 @@ class SuspendedStep:
             gradients, random = self._kept
             for parameter, gradient in zip(self._module.parameters(), gradients, strict=True):
                 parameter.grad = gradient
-            torch.set_rng_state(random)
+            torch.set_rng_state(random[0])
+            if self._device is not None:
+                torch.cuda.set_rng_state(random[1], self._device)
         if self._thread is None:
             self._thread = background.start("step", self._run)
         else:
@@ -63,7 +65,11 @@ class SuspendedStep:
             self._thread.join()
         if how == "raises":
             raise what
-        self._kept = [one.grad for one in self._module.parameters()], torch.get_rng_state()
+        if how == "waits":
+            random = [torch.get_rng_state()]
+            if self._device is not None:
+                random.append(torch.cuda.get_rng_state(self._device))
+            self._kept = [one.grad for one in self._module.parameters()], random
         return how, what
 
     def wait(self, said: Any) -> None:

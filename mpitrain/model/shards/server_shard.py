@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.embedding.shard import TableShard
+from mpitrain.errors import UsageError
 from mpitrain.messages import NOT_SENT
 from mpitrain.model.optimizers.group_options import FollowedOptions
 from mpitrain.model.optimizers.optimizer import Rates, check_elementwise, coupled_decays, rebuild, scaled
@@ -147,11 +148,21 @@ class ShardStore:
         return payload
 
     def hear_options(self, text: str) -> None:
-        """The options that came with the gradient to be gathered next; of several optimizers, whose gradient it is."""
-        if isinstance(self.optimizer, SeveralOptimizers):
-            self.optimizer.turn = text
-        else:
+        """The options that came with the gradient to be gathered next; of several optimizers, whose gradient it is.
+
+        Raises:
+            UsageError: workers have stepped different ones at the same time.
+        """
+        if not isinstance(self.optimizer, SeveralOptimizers):
             self._options.hear_options(text)
+            return
+        if self.optimizer.turn not in (None, text):
+            one, other = (f"steps {name!r}" if name else "ends" for name in (self.optimizer.turn, text))
+            raise UsageError(
+                f"Job: the step function {one} on one worker where it {other} on another: under servers all workers "
+                'take the same steps with every batch; use optimizer="worker", under which each takes its own'
+            )
+        self.optimizer.turn = text
 
     @property
     def follows_options(self) -> bool:
@@ -228,7 +239,7 @@ class ShardStore:
         optimizer = self.optimizer
         if not isinstance(optimizer, SeveralOptimizers):
             return False
-        turn, optimizer.turn = optimizer.turn, ""
+        turn, optimizer.turn = optimizer.turn, None
         return bool(turn)
 
     @property

@@ -55,7 +55,6 @@ class GroupBase(dist.ProcessGroup):
         self._runtime, self._timeout, self._ranks = runtime, timeout, list(ranks)
         self._engine = runtime.engine
         self._num_bodies = 0
-        self._setting = runtime.allreduce_plan.setting()
         by_node: dict[int, list[int]] = {}
         for own_rank, rank in enumerate(ranks):
             by_node.setdefault(runtime.nodes[rank], []).append(own_rank)
@@ -63,13 +62,18 @@ class GroupBase(dist.ProcessGroup):
         self._layout = [
             [ranks[own_rank] for own_rank in node] for node in self._nodes
         ]  # as the world's ranks
-        self._transport = runtime.allreduce_plan.known(self._layout)
+        self.decide()
         self._has_left = False
         self._announcements: dict[str, Announcement] = {}
         self._done_work = MpiWork(self._engine, "a collective that is done", [], timeout)
         self._done_work.end(None)
         self._comm: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
         self._control_comm: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
+
+    def decide(self) -> None:
+        """Carry allreduces as the run's plan has it now."""
+        plan = self._runtime.allreduce_plan
+        self._setting, self._transport = plan.setting(), plan.known(self._layout)
 
     # ---- communicators
 

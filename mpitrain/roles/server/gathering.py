@@ -50,8 +50,7 @@ class Gathering:
             if any(other < key[0] for other in due - self._added - self._without):
                 break
             payload, weight, share, options = self._pending.pop(key)
-            if options:
-                self.store.hear_options(options)
+            self.store.hear_options(options)
             self.store.add(key[0], payload, weight, share)
             self._added.add(key[0])
 

@@ -55,7 +55,9 @@ class Sync(ServerStrategy):
 
     @property
     def steps_in_batch(self) -> bool:
-        return not (self.moves or self.aggregates or self.correction) and self.push_codec.is_none
+        return (
+            not (self.moves or self.reduces or self.aggregates or self.correction) and self.push_codec.is_none
+        )
 
     def check(self) -> None:
         super().check()

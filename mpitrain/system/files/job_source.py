@@ -34,7 +34,7 @@ class JobSource(NamedTuple):
     @property
     def stem(self) -> str:
         """What a run of it is called."""
-        return self.name or self.file.stem
+        return self.name or self.module.rpartition(".")[2] or self.file.stem
 
     def __str__(self) -> str:
         place = str(self.root / self.module) if self.module else str(self.file.resolve())

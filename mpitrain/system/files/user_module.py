@@ -12,11 +12,14 @@ such name, and its folder hides nothing.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import types
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import Any
+
+from mpitrain.errors import UsageError
 
 UNNAMED = "mpitrain_job"  # of a file that no import finds under its own name
 _ours: set[str] = set()
@@ -56,13 +59,24 @@ def run_file(file: Path) -> dict[str, Any]:
 
 
 def import_anew(name: str, root: Path) -> dict[str, Any]:
-    """Import a module that lies below `root`, whose folder comes first from here on; what it was before is forgotten.
-    Returns what it defines."""
-    sys.path[:] = [str(root), *(place for place in sys.path if place != str(root))]
+    """Import a module that lies below `root`, which comes first from here on unless Python imports from there anyway;
+    what the module was before is forgotten. Returns what it defines.
+
+    Raises:
+        UsageError: a package of this name was imported from elsewhere.
+    """
+    if os.path.realpath(root) not in map(os.path.realpath, sys.path):
+        sys.path.insert(0, str(root))
     importlib.invalidate_caches()
     before = sys.modules.pop(name, None)
     try:
-        return importlib.import_module(name).__dict__
+        module = importlib.import_module(name)
+        found = module.__file__
+        if found is None or not Path(os.path.realpath(found)).is_relative_to(os.path.realpath(root)):
+            raise UsageError(
+                f"{name} is {found} in this process, and not the module below {root}: rename one of them"
+            )
+        return module.__dict__
     except BaseException:
         if before is not None:
             sys.modules[name] = before

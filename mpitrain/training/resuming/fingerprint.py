@@ -72,7 +72,7 @@ def of_program(job: Job) -> dict[str, str]:
     file = getattr(main, "__file__", None)
     if main is None or file is None or not Path(file).is_file():
         return {}
-    for name, value in vars(main).items():
+    for name, value in list(vars(main).items()):  # the program's threads may add some
         if (
             isinstance(value, Job) and value.optimizer is job.optimizer
         ):  # options of the run make another job of it

@@ -5,7 +5,7 @@ import accelerate
 from torch import optim
 from torch.utils.data import DataLoader
 
-from mpitrain.accelerate import Accelerator
+from mpitrain.frameworks.accelerate import Accelerator
 from tests.clients.programs import plugged
 
 for run in plugged.runs():

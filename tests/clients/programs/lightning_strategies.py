@@ -7,7 +7,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import optim
 from torch.utils.data import DataLoader
 
-from mpitrain.lightning import MPIStrategy
+from mpitrain.frameworks.lightning import MPIStrategy
 from tests.clients.programs import plugged
 
 

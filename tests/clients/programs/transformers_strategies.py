@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from mpitrain.transformers import Trainer, TrainingArguments
+from mpitrain.frameworks.transformers import Trainer, TrainingArguments
 from tests.clients.programs import plugged
 
 

@@ -29,7 +29,9 @@ try:
     import accelerate
     from accelerate.state import PartialState
 except ImportError as error:
-    raise ImportError("mpitrain.accelerate needs Accelerate: pip install 'mpitrain[accelerate]'") from error
+    raise ImportError(
+        "mpitrain.frameworks.accelerate needs Accelerate: pip install 'mpitrain[accelerate]'"
+    ) from error
 
 # What says to Accelerate that there are other processes; a server is no process of its.
 _LOOKED_AT = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -73,12 +75,14 @@ class Accelerator(accelerate.Accelerator):
     ):
         if PartialState._shared_state and joined() is None:
             raise UsageError(
-                "mpitrain.accelerate.Accelerator: Accelerate has looked for ranks already, and not among workers "
-                "alone: make this Accelerator before anything else of Accelerate's"
+                "mpitrain's Accelerator: Accelerate has looked for ranks already, and not among workers alone: make "
+                "this Accelerator before anything else of Accelerate's"
             )
         member = join(strategy)
         with as_accelerate_sees(member, bool(options.pop("cpu", False))) as cpu:
             super().__init__(**options, cpu=cpu)
+        if find_unused_parameters is None and self.ddp_handler is not None:
+            find_unused_parameters = self.ddp_handler.find_unused_parameters
         self.take_part(member, watchdog_s=watchdog_s, find_unused_parameters=find_unused_parameters)
 
     def take_part(self, member: Membership, **options: Any) -> None:
@@ -99,8 +103,9 @@ class Accelerator(accelerate.Accelerator):
                 f"{self.member.strategy}: {len(self._optimizers)} optimizers are prepared, and this Accelerator trains "
                 "with one, which may have several groups"
             )
-        if self.preparing is None and self._optimizers and self._models:
-            optimizer = self._optimizers[0].optimizer
+        optimizer = self._optimizers[0].optimizer if self._optimizers else None
+        prepares = self.preparing is None or self.preparing.optimizer is not optimizer
+        if optimizer is not None and prepares:
             trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
             for model in self._models:  # others are teachers and the like
                 if any(id(one) in trained for one in model.parameters()):
@@ -130,8 +135,9 @@ class Accelerator(accelerate.Accelerator):
         super().end_training()
 
     def finish(self) -> None:
-        """`mt.finish`, where training has begun."""
-        if self.preparing is not None and loop._wrapped is not None:
+        """`mt.finish`, also of a training without a step."""
+        if self.preparing is not None:
+            self.preparing.begin()  # servers wait for it
             loop.finish()
 
     # ---- checkpoints

@@ -28,7 +28,7 @@ from mpitrain.wrapping.exchange import no_sync
 from mpitrain.wrapping.membership import Membership, join
 
 if not (importlib.util.find_spec("lightning") or importlib.util.find_spec("pytorch_lightning")):
-    raise ImportError("mpitrain.lightning needs Lightning: pip install 'mpitrain[lightning]'")
+    raise ImportError("mpitrain.frameworks.lightning needs Lightning: pip install 'mpitrain[lightning]'")
 if "lightning.pytorch" not in sys.modules and (  # its earlier name, where that is what the script uses
     "pytorch_lightning" in sys.modules or importlib.util.find_spec("lightning") is None
 ):

@@ -16,15 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mpitrain.errors import UsageError
 from mpitrain.wrapping.membership import join, joined
 
 try:
     import transformers
 
-    from mpitrain.accelerate import Accelerator, as_accelerate_sees
+    from mpitrain.frameworks.accelerate import Accelerator, as_accelerate_sees
 except ImportError as error:
     raise ImportError(
-        "mpitrain.transformers needs Transformers and Accelerate: pip install 'mpitrain[transformers]'"
+        "mpitrain.frameworks.transformers needs Transformers and Accelerate: pip install 'mpitrain[transformers]'"
     ) from error
 
 
@@ -68,10 +69,22 @@ class Trainer(transformers.Trainer):
     """As Hugging Face's; `args` are the `TrainingArguments` of this file."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The Accelerator that the Trainer makes, as ours."""
+        """The Accelerator that the Trainer makes, as ours.
+
+        Raises:
+            UsageError: `args` are Hugging Face's own, or none.
+        """
+        if not isinstance(self.args, TrainingArguments):
+            raise UsageError(
+                "mpitrain's Trainer takes mpitrain's TrainingArguments, which say the strategy: Trainer(model, "
+                'TrainingArguments(mpi_strategy="allreduce()", ...), ...)'
+            )
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = Accelerator
-        self.accelerator.take_part(join(self.args.mpi_strategy), watchdog_s=self.args.mpi_watchdog_s)
+        self.accelerator.take_part(
+            join(self.args.mpi_strategy), watchdog_s=self.args.mpi_watchdog_s,
+            find_unused_parameters=self.args.ddp_find_unused_parameters,
+        )  # fmt: skip
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

@@ -1,0 +1,1 @@
+"""Every strategy from inside Lightning, Accelerate and Hugging Face's Trainer; each file imports its framework."""
