@@ -174,7 +174,7 @@ def bubbles() -> dict[str, list[tuple[float, float]]]:
 
 
 def losses() -> dict[str, list[tuple[float, float]]]:
-    """Training loss against virtual seconds: 8 workers of which one is 4 times as slow, 10 epochs of digits."""
+    """Validation loss against virtual seconds: 8 workers of which one is 4 times as slow, 10 epochs of digits."""
     curves = {}
     with tempfile.TemporaryDirectory(prefix="characters-") as folder:
         pack(load_source("digits"), Path(folder) / "digits", PackOptions(0.2), source="digits")
@@ -199,12 +199,12 @@ def losses() -> dict[str, list[tuple[float, float]]]:
     return curves
 
 
-def timeline(strategy: str) -> dict[str, Any]:
-    """The spans of every rank, and what went from whom to whom, in the first steps of three workers."""
+def timeline(strategy: str, workers: int = 3) -> dict[str, Any]:
+    """The spans of every rank, and what went from whom to whom, in the first steps of all workers."""
     network = "link(gbit_per_s=1000, latency_s=0.12)"
     with tempfile.TemporaryDirectory(prefix="characters-") as folder:
         found = timed(
-            strategy, 3, "persistent(constant(1, 0), factors=(1, 1.1, 2))", network, steps=6,
+            strategy, workers, "persistent(constant(1, 0), factors=(1, 1.1, 2))", network, steps=6,
             run_dir=folder, trace="steps=0:6",
         )  # fmt: skip
         ranks = sorted(

@@ -22,19 +22,20 @@ class Arrow(NamedTuple):
 
 
 class Family(NamedTuple):
-    """`waits` and `choose` end the sentences "who waits: ..." and "choose it ..."."""
+    """`strategies`: by name, who waits under it. `waits`, of the family as a whole, and `choose` end the sentences "who
+    waits: ..." and "choose it ..."."""
 
     key: str
     title: str
-    strategies: tuple[str, ...]
+    strategies: dict[str, str]
     waits: str
     choose: str
     rows: tuple[tuple[str, ...], ...]
     arrows: tuple[Arrow, ...]
 
 
-def _all_to_all(ranks: tuple[str, ...], what: str) -> tuple[Arrow, ...]:
-    return tuple(Arrow(a, b, what, True) for at, a in enumerate(ranks) for b in ranks[at + 1 :])
+def _ring(ranks: tuple[str, ...], what: str, there_too: bool = False) -> tuple[Arrow, ...]:
+    return tuple(Arrow(a, b, what, there_too) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True))
 
 
 def _served(servers: tuple[str, ...], workers: tuple[str, ...]) -> tuple[Arrow, ...]:
@@ -43,25 +44,23 @@ def _served(servers: tuple[str, ...], workers: tuple[str, ...]) -> tuple[Arrow, 
 
 
 _WORKERS = ("worker 1", "worker 2", "worker 3")
+_FOUR, _PEERS = (*_WORKERS, "worker 4"), ("peer 1", "peer 2", "peer 3", "peer 4")
+_ALL, _NOBODY, _ONE_ANOTHER = "all, for the slowest, at every step", "nobody", "all, for one another"
+_EVERY_PERIOD = "all, every `period` steps"
 FAMILIES = (
     Family(
         "allreduce",
         "Allreduce",
-        ("allreduce",),
-        "all, for the slowest, at every step",
+        {"allreduce": _ALL},
+        _ALL,
         "where the ranks are alike and the link is fast: it is the default",
         (("worker 1", "worker 2"), ("worker 4", "worker 3")),
-        (
-            Arrow("worker 1", "worker 2", SUM),
-            Arrow("worker 2", "worker 3", SUM),
-            Arrow("worker 3", "worker 4", SUM),
-            Arrow("worker 4", "worker 1", SUM),
-        ),
+        _ring(_FOUR, SUM),
     ),
     Family(
         "parameter-servers",
         "Parameter servers that wait",
-        ("sync", "backup", "hybrid"),
+        {"sync": _ALL, "backup": "all but the `spare` slowest", "hybrid": _ALL},
         "all, or all but the `spare` slowest",
         "where workers are late now and then, die, or come and go",
         (("server 1", "server 2"), _WORKERS),
@@ -70,7 +69,13 @@ FAMILIES = (
     Family(
         "asynchronous-servers",
         "Parameter servers that do not wait",
-        ("async", "softsync", "ssp", "bounded", "elastic"),
+        {
+            "async": _NOBODY,
+            "softsync": "nobody; with `blocking=True` whoever has pushed, for the update",
+            "ssp": "whoever is more than `bound` pushes ahead of the slowest",
+            "bounded": "whoever would make another's gradient older than `staleness`",
+            "elastic": _NOBODY,
+        },
         "nobody, or the fast ones within a bound",
         "where some workers are slower than others, always",
         (("server",), _WORKERS),
@@ -79,36 +84,26 @@ FAMILIES = (
     Family(
         "local-sgd",
         "Local SGD",
-        ("localsgd",),
-        "all, every `period` steps",
+        {"localsgd": _EVERY_PERIOD},
+        _EVERY_PERIOD,
         "where the link is slow and the ranks are alike",
         (("worker 1", "worker 2"), ("worker 4", "worker 3")),
-        (
-            Arrow("worker 1", "worker 2", PARAMETERS),
-            Arrow("worker 2", "worker 3", PARAMETERS),
-            Arrow("worker 3", "worker 4", PARAMETERS),
-            Arrow("worker 4", "worker 1", PARAMETERS),
-        ),
+        _ring(_FOUR, PARAMETERS),
     ),
     Family(
         "decentralized",
         "Decentralized training",
-        ("decentralized",),
+        {"decentralized": "each for its neighbours; with `asynchronous=True` nobody, but where all meet"},
         "each for its neighbours, or nobody",
         "where there are many ranks and no place for a server",
         (("peer 1", "peer 2"), ("peer 4", "peer 3")),
-        (
-            Arrow("peer 1", "peer 2", UPDATE, True),
-            Arrow("peer 2", "peer 3", UPDATE, True),
-            Arrow("peer 3", "peer 4", UPDATE, True),
-            Arrow("peer 4", "peer 1", UPDATE, True),
-        ),
+        _ring(_PEERS, UPDATE, True),
     ),
     Family(
         "split-models",
         "Split models",
-        ("pipeline", "tensor", "sharded"),
-        "all, for one another",
+        dict.fromkeys(("pipeline", "tensor", "sharded"), _ONE_ANOTHER),
+        _ONE_ANOTHER,
         "where the model, its gradients and its optimizer do not fit into one rank",
         (("stage 1 of A", "stage 2 of A"), ("stage 1 of B", "stage 2 of B")),
         (

@@ -70,8 +70,9 @@ def all_strategies() -> str:
     rows = []
     for cls in classes("strategy"):
         family = homes[cls.name]
-        row = registry.describe(cls.__name__, cls)
-        rows.append((f"[`{cls.name}`](strategies/{family.key}.md#options)", cell(row.summary), family.waits))
+        link = f"[`{cls.name}`](strategies/{family.key}.md#options)"
+        summary = registry.describe(cls.__name__, cls).summary
+        rows.append((link, cell(summary), family.strategies[cls.name]))
     return table(("strategy", "meaning", "who waits"), *rows)
 
 
@@ -105,7 +106,9 @@ SECTIONS = {
     "strategies": all_strategies,
     "families": families,
     **{
-        f"family {family.key.replace('-', ' ')}": partial(of_kind, "strategy", "strategy", family.strategies)
+        f"family {family.key.replace('-', ' ')}": partial(
+            of_kind, "strategy", "strategy", tuple(family.strategies)
+        )
         for family in FAMILIES
     },
     "server options": lambda: of_base(ServerStrategy),

@@ -1,7 +1,8 @@
 """What `make test` runs of tables, and of tests over many strategies or kills: a fixed sample.
 
 `make tables` enters every cell of the tables (feature x strategy, option x resume), of which the sample has something
-of every row. `make extended` runs the tests marked `extended`, which the sample leaves out.
+of every row but those of `LEFT_OUT` in `tests/mpi/test_resume_options.py`. `make extended` runs the tests marked
+`extended`, which the sample leaves out.
 """
 
 from __future__ import annotations

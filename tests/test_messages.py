@@ -46,7 +46,7 @@ def test_a_message_that_is_quoted_is_one_of_the_package(message: str) -> None:
     assert is_said(message)
 
 
-def test_there_are_ten_messages_and_a_made_up_one_is_found_out() -> None:
+def test_messages_are_found_and_a_made_up_one_is_found_out() -> None:
     assert len(quoted()) >= 20
     assert not is_said("no such message is said by ...") and not is_said("start at least ... leave no worker")
 

@@ -12,7 +12,7 @@ from tests import documented, pages
 ROWS = pages.kept()
 COMMANDS = pages.commands()
 NOT_YET = [row for row in ROWS.values() if row.result == pages.NOT_YET]
-# Short, and of each kind: a dry run, an environment, a pack, a plan.
+# Short, and of each kind: a plan, a dry run, a pack, the imports of a floor.
 SAMPLE = (
     r"plan jobs/digits\.py --compute",
     r'"pipeline\(.*--dry-run',

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs import characters, drawing, family_pictures
-from docs.families import BY_KEY, FAMILIES
+from docs.families import BY_KEY, FAMILIES, GRADIENT, PARAMETERS, UPDATE
 from mpitrain.values import names
 
 PICTURES = family_pictures.made()
@@ -23,27 +23,40 @@ def test_every_strategy_is_of_one_family() -> None:
 
 
 def roles(ranks: str) -> str:
-    return ranks.split(" ")[0]
+    """Peers are workers of a family without servers."""
+    return ranks.split(" ")[0].replace("peer", "worker")
 
 
-@pytest.mark.parametrize(
-    ("family", "strategy"), [("parameter-servers", "sync()"), ("asynchronous-servers", "async()")]
-)
-def test_arrows_are_the_messages_of_a_run(family: str, strategy: str) -> None:
-    """Pushes and replies; the rest says that somebody waits, is done or leaves, and carries no numbers."""
+CARRIES = {"Push": GRADIENT, "Reply": PARAMETERS, "Update": UPDATE}
+
+
+@pytest.mark.parametrize("strategy", characters.TIMELINES)
+def test_arrows_are_the_messages_of_a_run(strategy: str) -> None:
+    """What carries numbers; the rest says that somebody waits, is done or leaves. An average among all is drawn as the
+    ring of ranks in which it is made, and traced as a span of each."""
     traced = characters.timeline(strategy)
     lanes = [roles(lane["name"]) for lane in traced["lanes"]]
-    sent = {(kind, lanes[a], lanes[b]) for kind, a, b, *_ in traced["messages"] if kind in ("Push", "Reply")}
-    drawn = {(arrow.what, roles(arrow.source), roles(arrow.target)) for arrow in BY_KEY[family].arrows}
-    kinds = {"Push": "gradients", "Reply": "parameters"}
-    assert {(kinds[kind], a, b) for kind, a, b in sent} == drawn
+    (family,) = (family for family in FAMILIES if strategy.partition("(")[0] in family.strategies)
+    drawn = {(arrow.what, roles(arrow.source), roles(arrow.target)) for arrow in family.arrows}
+    sent = {(CARRIES[kind], lanes[a], lanes[b]) for kind, a, b, *_ in traced["messages"] if kind in CARRIES}
+    averaging = {a for kind, a, b, *_ in traced["messages"] if (kind, b) == ("allreduce", -1)}
+    if averaging:
+        assert not sent and averaging == set(range(len(lanes))) and {a for _, a, _ in drawn} == set(lanes)
+    else:
+        assert sent == drawn
     assert characters.recorded()["timelines"][strategy] == characters.rounded(traced)
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("key", [key for key in characters.RUNS if key != "losses"])
+def test_curves_are_those_of_runs(key: str) -> None:
+    assert characters.recorded()["runs"][key] == characters.rounded(characters.RUNS[key]())
+
+
 def test_peers_of_a_ring_send_to_their_neighbours_alone() -> None:
-    ring = characters.recorded()["timelines"]['decentralized(topology="ring")']
+    ring = characters.timeline('decentralized(topology="ring")', workers=4)
     assert {(a, b) for kind, a, b, *_ in ring["messages"] if kind == "Update"} == {
-        (a, b) for a in range(3) for b in range(3) if a != b
+        (a, b % 4) for a in range(4) for b in (a - 1, a + 1)
     }
     peers = [rank for row in BY_KEY["decentralized"].rows for rank in row]
     arrows = [arrow for arrow in BY_KEY["decentralized"].arrows if arrow.there_too]

@@ -1,7 +1,7 @@
-"""Every strategy from inside Lightning, Accelerate and Hugging Face's Trainer: with one worker the serial run of plain
+"""Strategies from inside Lightning, Accelerate and Hugging Face's Trainer: with one worker the serial run of plain
 torch, with two what plain torch makes of the gradients that they saw, and what is resumed is what would have been.
 
-The frameworks need an environment of their own (`make clients`); what was compared goes to `strategies.txt` there.
+The frameworks need an environment of their own (`make clients`); what was compared goes to `tests/clients.txt`.
 """
 
 import importlib

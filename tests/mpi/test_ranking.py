@@ -92,7 +92,7 @@ def test_criteo_s_columns_are_read_and_a_line_that_is_none_is_named(folder, monk
     ("text", "served"),
     sampled(
         [(text, served) for text in ("sync(servers=2)", "async(servers=2)") for served in "01"],
-        [],
+        [("async(servers=2)", "1")],
     ),
 )
 def test_tables_on_servers_learn_what_one_process_learns(clicks, one, monkeypatch, text, served):

@@ -436,12 +436,10 @@ def row_of(case):
     return case.entry, bool(case.said), (case.strategy, case.changes) if still else ""
 
 
-# The compiler alone takes seconds of every rank. Those left out act as soon as they are asked for, by a resume or not:
-# their cells of `docs/features.md` are run (`test_features.py`).
+# `make tables` alone runs these.
 LEFT_OUT = {
-    "compile", "sync_batchnorm", "validate_ema", "ema", "keep_best", "patience", "clip_value", "gradient_noise",
-    "metrics", "trace", "log", "log_every", "name", "run_dir", "inject", "watchdog_s", "heartbeat_s", "predict",
-    "init", "sparse_as_dense",
+    "compile", "sync_batchnorm", "validate_ema", "patience", "clip_value", "gradient_noise", "metrics", "trace",
+    "log_every", "name", "run_dir", "inject", "watchdog_s", "heartbeat_s", "sparse_as_dense",
 }  # fmt: skip
 RUN = cells([case for case in CASES if ALL_CELLS or case.entry not in LEFT_OUT], row_of)
 NAMES = [f"{number} {case.entry} {case.strategy}" for number, case in enumerate(RUN)]

@@ -108,9 +108,8 @@ def test_a_factor_that_goes_by_the_workers_changes_with_them_and_is_named(strate
     (told,) = [row for row in rows if row["event"] == "schedule"]
     before, after = map(float, told["factor"].split(" -> "))
     # 1 + 2 p and 1 + p after p of the epoch: without lockstep the newest checkpoint may be of before the end
-    assert before - 1 == pytest.approx(2 * (after - 1), abs=0.01) and (
-        after == 2 or strategy != "allreduce()"
-    )
+    assert before - 1 == pytest.approx(2 * (after - 1), abs=0.01) and after > 1
+    assert after == 2 or strategy != "allreduce()"
     assert told["workers"] == "3 -> 2" and seen[-1] == pytest.approx(0.2)
     _, _, rows = train(path, strategy, 1, "auto", schedule=mt.Cosine(9), epochs=4)
     assert len([row for row in rows if row["event"] == "schedule"]) == 1  # which goes by samples alone
