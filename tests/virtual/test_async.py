@@ -78,6 +78,9 @@ class _Number:
 
 
 class _Numbers:
+    def hear_options(self, text):
+        pass
+
     def add(self, worker, payload, weight, share=1.0):
         pass
 

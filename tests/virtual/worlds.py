@@ -68,6 +68,9 @@ class NumberStore:
         self._total = self._shares = 0.0
         self._unit = 1.0
 
+    def hear_options(self, text: str) -> None:
+        pass
+
     def add(self, worker: int, payload: Number, weight: float, share: float = 1.0) -> None:
         self._unit = self._unit if self._gathered else share
         self._shares = (self._shares if self._gathered else 0.0) + share / self._unit
