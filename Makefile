@@ -129,7 +129,7 @@ gpu: $(if $(filter $(VENV)/bin/python,$(GPU_PYTHON)),$(VENV)/.installed-test)
 	tail -1 tests/gpu.log >> tests/gpu.txt; rm tests/gpu.log; exit $$code
 	$(GPU_PYTHON) -m mpitrain launch -n 1 benchmarks/gpu.py --record
 	$(GPU_PYTHON) -m mpitrain launch -n 2 benchmarks/gpu.py --record
-	if $(GPU_PYTHON) -c 'from mpitrain.mpi.memory import cuda_aware; raise SystemExit(not cuda_aware.gpu_aware()[0])'; then \
+	if $(GPU_PYTHON) -c 'from mpitrain.mpi.memory import device_aware; raise SystemExit(not device_aware.gpu_aware()[0])'; then \
 	    MPITRAIN_GPU_BUFFERS=on $(GPU_PYTHON) -m mpitrain launch -n 2 benchmarks/gpu.py --record; fi
 
 $(CLIENTS)/.installed: $(VENV)/.installed-test tests/clients/requirements.txt

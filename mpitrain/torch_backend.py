@@ -89,13 +89,7 @@ def register() -> None:
 
     if not dist.is_available() or BACKEND in dist.Backend.backend_list:
         return
-    import torch
-
-    has_cuda = (
-        torch._C._has_cuda
-    )  # as torch.backends.cuda.is_built(), which is yet to come while torch is imported
-    devices = ["cpu", "cuda"] if has_cuda else ["cpu"]
-    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=devices)
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=_devices())
     dist.register_rendezvous_handler(SCHEME, _rendezvous)
     for name, wrap in (
         ("init_process_group", _ask_mpi),
@@ -107,6 +101,15 @@ def register() -> None:
         setattr(dist.distributed_c10d, name, wrapped)
     helper: Any = dist.distributed_c10d._new_process_group_helper
     dist.distributed_c10d._new_process_group_helper = _replace(_mix(helper))  # what makes every group
+
+
+def _devices() -> list[str]:
+    """Types of devices whose tensors are ours: the host's, and those of the accelerator that this torch is built for or
+    has been given since."""
+    import torch
+
+    found = torch._C._accelerator_getAccelerator()  # torch.accelerator is yet to come while torch is imported
+    return ["cpu"] if found is None else ["cpu", found.type]
 
 
 def _group() -> Any:
@@ -130,6 +133,7 @@ def _ask_mpi(original: Any) -> Any:
     ) -> None:
         global _has_made_group
         _has_made_group = True
+        importlib.import_module(_TARGET).Backend.backend_capability[BACKEND] = _devices()
         asked, backend = backend, _replaced(backend)
         ours = _is_ours(backend)
         elsewhere = {"MASTER_ADDR", "RANK"} <= os.environ.keys()  # where env:// meets

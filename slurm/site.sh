@@ -30,8 +30,12 @@ BIND=(--cpu-bind=cores --mem-bind=local --gpu-bind=none) # srun
 # BIND=(-bind-to numa) # mpiexec
 # BIND=(--cpu-bind numa) # pals
 # BIND=(-o cpu-affinity=per-task) # flux
+# AMD, Intel: a device is a die (GCD) or a stack (tile). Where Slurm counts cards, say how many devices a node has.
+# export WORKERS_PER_NODE=8
+# export I_MPI_OFFLOAD=1 # Intel MPI reads and writes device memory
 
-# 4. A container instead of an environment (its MPI must be ABI-compatible with the site's).
+# 4. A container instead of an environment (its MPI must be ABI-compatible with the site's). For AMD's devices --rocm
+# stands in place of --nv, for Intel's --bind /dev/dri.
 CONTAINER=()
 # CONTAINER=(apptainer exec --nv --bind "$PWD" mpitrain.sif)
 

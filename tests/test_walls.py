@@ -26,7 +26,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 FLOORS: tuple[dict[str, set[str]], ...] = (
     {"errors": set(), "messages": set(), "one_at_a_time": set(), "torch_backend": {"torch"}},
     {"values": set(), "effects": set(), "system": set()},
-    {"codecs": {"torch", "numpy"}},
+    {"codecs": {"torch", "numpy"}, "devices": {"torch"}},
     {
         "strategies": set(),
         "data": {"torch", "h5py", "numpy", "sklearn", "hdf5plugin", "pyarrow", "PIL"},
@@ -102,6 +102,19 @@ WORLDLY = {
 UNWORLDLY_PLACES = {"strategies", "roles", "effects", "messages", "inject", "codecs", "values", "errors"}
 # The one file that starts threads: it hands what goes wrong in them to the run.
 STARTS_THREADS = "system/background.py"
+# The place that asks torch for devices, whatever they are called, and the one that asks MPI.
+NAME_DEVICES = ("devices/", "mpi/memory/device_aware.py")
+# How many lines of others say "cuda": examples in help and in messages, the names of others' back ends, a variable.
+NAMED_DEVICES = {
+    "job/job.py": 2,
+    "job/option.py": 2,
+    "job/overrides.py": 1,
+    "mpi/process_group/mixed_group.py": 1,
+    "reporting/environment.py": 1,
+    "slurm/site.py": 1,
+    "torch_backend.py": 3,
+    "training/measure.py": 1,
+}
 # What turns bytes into running code, however it is spelt.
 UNPICKLERS = {
     "pickle",
@@ -156,6 +169,9 @@ def find_breaches(relative: str, source: str) -> list[str]:
                 found.append(f"{node.lineno}: {node.name} has {lines} lines, at most {MAX_FUNCTION_LINES}")
     if (lines := source.count("\n")) > MAX_FILE_LINES:
         found.append(f"1: {lines} lines, at most {MAX_FILE_LINES}")
+    said = [number for number, line in enumerate(source.splitlines(), 1) if "cuda" in line.lower()]
+    if not relative.startswith(NAME_DEVICES) and len(said) > (most := NAMED_DEVICES.get(relative, 0)):
+        found.append(f"{said[0]}: {len(said)} lines say cuda, at most {most}: ask devices/accelerator.py")
     return [f"mpitrain/{relative}:{breach}" for breach in found]
 
 
@@ -391,6 +407,8 @@ def test_the_walls_stand(relative: str) -> None:
         ("training/a.py", "try:\n    f()\nexcept:\n    pass", "bare except"),
         ("training/a.py", "def f():\n" + "    x = 1\n" * 60, "has 61 lines"),
         ("training/a.py", "x = 1\n" * 501, "501 lines"),
+        ("training/a.py", "def f(tensor):\n    return tensor.is_cuda", "ask devices"),
+        ("training/measure.py", "device = 'cuda'\nother = 'cuda:1'", "2 lines say cuda, at most 1"),
     ],
 )
 def test_a_breach_is_found(relative: str, source: str, word: str) -> None:
@@ -422,6 +440,7 @@ def test_a_breach_is_found(relative: str, source: str, word: str) -> None:
         ("training/a.py", "def f():\n" + "    x = 1\n" * 59),
         ("training/a.py", "x = 1\n" * 500),
         ("training/a.py", "try:\n    f()\nexcept ValueError:\n    pass"),
+        ("devices/a.py", "kind = 'cuda'"),
     ],
 )
 def test_what_is_allowed_is_not_a_breach(relative: str, source: str) -> None:

@@ -69,7 +69,7 @@ def add_parser(commands: Any) -> None:
 
 def _add_wanted(node: Any) -> None:
     option(node, "--gpus", "N", "devices (default: as many as Slurm gave the node)", natural)
-    option(node, "--devices", "PATTERN", "count these files instead of asking CUDA", default="")
+    option(node, "--devices", "PATTERN", "count these files instead of asking torch", default="")
     option(node, "--disk", "DIR", "for large files (default: $TMPDIR of the node)", default="$TMPDIR")
     option(node, "--data", "FILE", "an HDF5 file to read from", default="")
     option(node, "--min-memory-gib", "X", "available (default: 1)", rate, 1.0)

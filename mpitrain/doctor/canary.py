@@ -23,25 +23,26 @@ SIZES = (256, 1 << 21)  # numbers: an eager message and a rendezvous one
 
 def run_canary(runtime: Runtime) -> int:
     """`doctor --gpu-mpi`: prints on rank 0; the exit code on every rank."""
-    import torch
-
-    from mpitrain.mpi.memory.cuda_aware import SILENT, gpu_aware
+    from mpitrain.devices import accelerator
+    from mpitrain.mpi.memory.device_aware import SILENT, gpu_aware
 
     aware, why = gpu_aware()
     os.environ["MPITRAIN_GPU_BUFFERS"] = "on"  # the question is what happens then
     gpu_aware.cache_clear()
-    lacking = None if torch.cuda.is_available() else node_name()
+    kind = accelerator.kind()
+    lacking = None if kind is not None else node_name()
     without = sorted({name for name in runtime.allgather(lacking) if name})
     if without:
         if runtime.rank == 0:
-            say(f"unfit: no CUDA device on {', '.join(without)}")
+            say(f"unfit: no accelerator on {', '.join(without)}")
         return EXIT_PREFLIGHT_FAILED
     if not aware and why != SILENT:
         if runtime.rank == 0:
             say(f"unfit: {why}: device tensors go through pinned host memory")
         return EXIT_PREFLIGHT_FAILED
-    device = torch.device("cuda", runtime.local_rank % torch.cuda.device_count())
-    return examine(runtime, device, lambda: torch.cuda.synchronize(device))
+    assert kind is not None  # on this node as on every other
+    device = accelerator.of_rank(kind, runtime.local_rank)
+    return examine(runtime, device, lambda: accelerator.wait_for_all(device))
 
 
 def examine(runtime: Runtime, device: Any, wait: Callable[[], None]) -> int:

@@ -39,7 +39,7 @@ class Wanted:
 
     Attributes:
         gpus: how many devices; `None`: as many as Slurm has given this node, 0 outside it.
-        devices: pattern of the device files; empty: ask CUDA. Variables are expanded on the node.
+        devices: pattern of the device files; empty: ask torch. Variables are expanded on the node.
         disk: directory for large files, the node's own; variables are expanded on the node.
         shared: directory on the shared file system.
         data: an HDF5 file to read from; empty: one that is written first.

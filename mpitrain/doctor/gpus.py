@@ -1,7 +1,7 @@
 """The GPUs of this node: are they there, do they compute, how fast, and what does the driver say of them?
 
 Invariants: parsing what `nvidia-smi -q -x` prints is a pure function. It has been tested on texts only, and nothing
-here has run on a GPU so far. GPUs of other makers are counted by --devices, and not looked at any further.
+here has run on a GPU so far. Devices of other makers are counted and compute, and their drivers are not asked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from mpitrain.doctor.checks import Seen, Unfit, Wanted
@@ -49,29 +49,35 @@ def check_devices(wanted: Wanted) -> str | Seen:
         return "no devices asked for"
     import torch
 
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found < expected:
-        raise Unfit(f"CUDA sees {found} of {expected} device(s)")
+    from mpitrain.devices import accelerator
+
+    there = accelerator.all_devices()
+    if len(there) < expected:
+        raise Unfit(f"torch sees {len(there)} of {expected} device(s)")
     speeds = []
-    for index in range(found):
-        ones = torch.ones(1 << 20, device=f"cuda:{index}")
+    for device in there:
+        ones = torch.ones(1 << 20, device=device)
         if float(ones.sum()) != 1 << 20:
-            raise Unfit(f"device {index} cannot add ones")
+            raise Unfit(f"device {device.index} cannot add ones")
         if wanted.speed_s:
-            speeds.append(_matmul_rate(index, wanted.speed_s / found))
-    return Seen(f"{found} device(s) compute", {"gpu_matmul_gflop_per_s": min(speeds)} if speeds else {})
+            speeds.append(_matmul_rate(device, wanted.speed_s / len(there)))
+    return Seen(
+        f"{len(there)} {there[0].type} device(s) compute",
+        {"gpu_matmul_gflop_per_s": min(speeds)} if speeds else {},
+    )
 
 
-def _matmul_rate(index: int, seconds: float) -> float:
+def _matmul_rate(device: Any, seconds: float) -> float:
     import torch
 
-    device = torch.device("cuda", index)
+    from mpitrain.devices import accelerator
+
     left = torch.ones(_SIDE, _SIDE, device=device)
     out = torch.empty_like(left)
 
     def multiply() -> None:
         torch.mm(left, left, out=out)
-        torch.cuda.synchronize(device)
+        accelerator.wait_for_all(device)
 
     return 2 * _SIDE**3 / best_s(multiply, seconds) / 1e9
 
@@ -81,7 +87,7 @@ def check_gpu_health(wanted: Wanted) -> str | Seen:
     if wanted.devices or not wanted.num_gpus:
         return "no GPUs asked for"
     if shutil.which("nvidia-smi") is None:
-        return "there is no nvidia-smi to ask"
+        return "there is no nvidia-smi to ask, and no other maker's driver is asked"
     run = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, text=True, timeout=25)
     if run.returncode:  # a GPU that has fallen off the bus is told so, on either stream
         raise Unfit(f"nvidia-smi: {' '.join((run.stdout + run.stderr).split())[:200]}")

@@ -184,12 +184,12 @@ def _write(
 
 def _device(local_rank: int) -> str | None:
     """The device a worker at this place of its node would take, by its UUID."""
-    import torch
+    from mpitrain.devices import accelerator
 
-    if not torch.cuda.is_available():
+    if (kind := accelerator.kind()) is None:
         return None
-    index = local_rank % torch.cuda.device_count()
-    return str(getattr(torch.cuda.get_device_properties(index), "uuid", f"{node_name()}/{index}"))
+    device = accelerator.of_rank(kind, local_rank)
+    return accelerator.uuid_of(device) or f"{node_name()}/{device.index}"
 
 
 def _report(

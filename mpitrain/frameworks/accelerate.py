@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from mpitrain.devices import accelerator
 from mpitrain.errors import UsageError
 from mpitrain.strategies.base import Strategy
 from mpitrain.wrapping import beside, loop
@@ -42,11 +43,11 @@ FOLDER, NAME_FILE = "mpitrain", "mpitrain.json"
 def as_accelerate_sees(member: Membership, cpu: bool) -> Iterator[bool]:
     """Within it, Accelerate finds this process's place; what is yielded is its argument `cpu`."""
     if not member.serves:
-        yield cpu or not torch.cuda.is_available()  # without a GPU it looks for ranks only if told so
+        yield cpu or accelerator.kind() is None  # without a GPU it looks for ranks only if told so
         return
     hidden = {name: os.environ.pop(name) for name in _LOOKED_AT if name in os.environ}
-    if torch.cuda.is_available() and not cpu:
-        os.environ["ACCELERATE_TORCH_DEVICE"] = f"cuda:{member.local_index % torch.cuda.device_count()}"
+    if not cpu and (kind := accelerator.kind()) is not None:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(accelerator.of_rank(kind, member.local_index))
     try:
         yield cpu
     finally:

@@ -131,10 +131,11 @@ class Job:
             the gradient is the mean over all their samples (or by the loss's own weights), as of one batch of
             `accumulate * batch_size` samples, and the memory that of one of `batch_size`.
         precision: "bfloat16": model, loss and metrics are computed under torch's autocast; parameters, gradients, sums,
-            servers and the saved model stay float32. "float16" is for CUDA devices only: the loss is scaled, and a step
+            servers and the saved model stay float32. "float16" is for accelerators only: the loss is scaled, and a step
             whose gradients overflow is computed again with half the scale.
-        device: where workers compute: "cpu"; "cuda", the GPU that a worker's number on its node falls on, which "auto"
-            takes where there is one; or one GPU for all of a node, "cuda:1". A simulation computes on the host.
+        device: where workers compute: "cpu"; a kind of accelerator that torch knows, such as "cuda" (ROCm's, too) or
+            "xpu", for the one that a worker's number on its node falls on, which "auto" takes where there is one; or
+            one device for all of a node, "cuda:1". A simulation computes on the host.
         activation_checkpointing: True: the layers that lie in the model's containers keep their inputs only, and
             compute the rest again in the backward pass; or names or patterns (`"blocks.*"`) of the layers that do. The
             trained model is the same to the bit.

@@ -107,10 +107,23 @@ def check_limit(name: str, value: Any, off: str = "left out for what the job say
 
 def check_device(name: str, value: object) -> None:
     """Refuse what no worker computes on; None leaves it to the job."""
-    if value is not None and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
+    if value is not None and value not in ("auto", "cpu") and not _is_accelerator(str(value)):
         raise UsageError(
-            f'{name} must be "auto", "cpu", "cuda" or one device such as "cuda:1", got {value!r}'
+            f'{name} must be "auto", "cpu", a kind of accelerator that this torch knows, such as "cuda" or "xpu", or '
+            f'one device such as "cuda:1", got {value!r}'
         )
+
+
+def _is_accelerator(text: str) -> bool:
+    """Whether this torch knows such devices, which need not be here."""
+    import torch
+
+    if re.fullmatch(r"(?!cpu|meta)[a-z]\w*(:\d+)?", text) is None:
+        return False
+    try:
+        return bool(torch.device(text).type)
+    except RuntimeError:
+        return False
 
 
 def check_precision(name: str, value: object) -> None:

@@ -70,14 +70,14 @@ class Overrides:
     )  # fmt: skip
     precision: str | None = option(
         OF_JOB,
-        "numbers that model and loss are computed in: float32, bfloat16, or float16 with loss scaling (on CUDA); "
-        "parameters, gradients and sums stay float32",
+        "numbers that model and loss are computed in: float32, bfloat16, or float16 with loss scaling (on an "
+        "accelerator); parameters, gradients and sums stay float32",
         "P", choices=PRECISIONS, check=check_precision, replaces=True,
     )  # fmt: skip
     device: str | None = option(
         OF_JOB,
-        "where workers compute: cpu, cuda (the node's GPUs in turn), cuda:1 (that one for all), or auto: a GPU where "
-        "there is one",
+        "where workers compute: cpu, cuda or another kind that torch knows (the node's devices in turn), cuda:1 (that "
+        "one for all), or auto: an accelerator where there is one",
         "DEVICE", check=check_device, replaces=True,
     )  # fmt: skip
     clip_norm: float | None = option(

@@ -133,7 +133,7 @@ def launch_command(ask: Asked) -> tuple[list[str], dict[str, str]]:
         options = _srun_options(ask)
         env |= _srun_variables(ask)
     elif launcher.flavour == "flux":
-        # By itself Flux gives each rank its own GPUs, which hides the neighbours' and breaks CUDA IPC.
+        # By itself Flux gives each rank its own GPUs, which hides the neighbours' and breaks copies between devices.
         options = ["-o", "gpu-affinity=off"]
         return [launcher.path, "run", "-n", num_ranks, *options, *host_args, *program], env
     elif launcher.flavour == "pals":

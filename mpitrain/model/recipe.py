@@ -21,6 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from mpitrain.data.read.batch import Batch, to_device
+from mpitrain.devices import accelerator, draws
 from mpitrain.messages import Lease
 from mpitrain.model.gradient.accumulation import LeaseReader, MeanLoss, backward_in_parts
 from mpitrain.model.gradient.clipping import NO_CLIPPING, Clipping
@@ -42,21 +43,16 @@ def brought_by_loop(*arguments: Any) -> Any:
     raise AssertionError("the loop, its loss and its data are the user's own")
 
 
-_has_accelerator = functools.cache(torch.accelerator.is_available)  # it asks a driver where torch has one
-
-
 def seed_step(seed: int, worker: int, step: int, part: int = 0) -> None:
     """Seed torch for one step of one worker, or for one batch of several that it takes the step with."""
     number = _number(f"{seed}/{worker}/{step}" + (f"/{part}" if part else ""))
     with LOCK:
-        begun = torch.cuda.is_initialized()
-        if not begun and _has_accelerator():
+        if not accelerator.is_begun() and accelerator.kind() is not None:
             torch.manual_seed(number)
             return
         # the same, without a note of the call stack for every kind of device that may yet come: a millisecond
         torch.default_generator.manual_seed(number)
-        if begun:
-            torch.cuda.manual_seed_all(number)
+        draws.seed_devices(number)
 
 
 def _number(key: str) -> int:

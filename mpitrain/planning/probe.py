@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mpitrain.data.format.catalogue import Catalogue
+from mpitrain.devices import accelerator
 from mpitrain.doctor.speed import times
 from mpitrain.job import Job
 from mpitrain.model.gradient.loss import read_loss
@@ -127,7 +128,7 @@ def probe(job: Job, lr: float | None, catalogue: Catalogue, budget_s: float) -> 
         validate_s=whole["validate_s"],
         bytes_per_s=2 * 4 * _COPIED / copy_s,
         steps_s=tuple(one + whole["optimizer_s"] for one in law.times),
-        device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
+        device=accelerator.name_of(device),
     )
 
 

@@ -39,6 +39,9 @@ COMPARED = ("mpitrain", "torch", "mpi4py", "numpy")  # on all ranks, before the 
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "HDF5_USE_FILE_LOCKING",
+    "HIP_VISIBLE_DEVICES",
+    "I_MPI_OFFLOAD",
+    "I_MPI_OFFLOAD_MODE",
     "MKL_NUM_THREADS",
     "MPICH_GPU_SUPPORT_ENABLED",
     "MPIR_CVAR_NOLOCAL",
@@ -52,6 +55,7 @@ VARIABLES = (
     "ROCR_VISIBLE_DEVICES",
     "UCX_RNDV_THRESH",
     "UCX_TLS",
+    "ZE_AFFINITY_MASK",
 )
 SLURM_VARIABLES = (
     "SLURM_CLUSTER_NAME",
@@ -169,10 +173,10 @@ def probe() -> dict[str, Any]:
 
     here = runtime.start()
     try:
-        import torch  # for its devices and the verdict on GPU buffers; after MPI, as Cray sites ask
+        # with torch, for its devices and the verdict on GPU buffers; after MPI, as Cray sites ask
+        from mpitrain.devices import accelerator
 
-        if torch.cuda.is_available():
-            torch.cuda.init()
+        accelerator.begin()
         facts = collect(here)
         facts["mpi"]["collectives"] = _transport(here)
         return facts
@@ -264,17 +268,18 @@ def _launcher() -> str | None:
 
 
 def _gpus() -> list[dict[str, Any]] | None:
-    """Devices torch sees, which have names once this process has begun with CUDA; `None` while torch is not imported
+    """Devices torch sees, which have names once this process has begun with them; `None` while torch is not imported
     here."""
-    torch = sys.modules.get("torch")
-    if torch is None:
+    if "torch" not in sys.modules:
         return None
-    if not torch.cuda.is_available():
-        return []
-    if not torch.cuda.is_initialized():  # it takes memory of a GPU, of servers, too
-        return [{"name": None, "memory_bytes": None}] * torch.cuda.device_count()
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [{"name": device.name, "memory_bytes": device.total_memory} for device in found]
+    from mpitrain.devices import accelerator
+
+    if not accelerator.is_begun():  # it takes memory of a GPU, of servers, too
+        return [{"name": None, "memory_bytes": None}] * accelerator.num_devices()
+    return [
+        {"name": accelerator.name_of(one), "memory_bytes": accelerator.memory_bytes_of(one)}
+        for one in accelerator.all_devices()
+    ]
 
 
 def _chosen(names: tuple[str, ...]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from mpitrain.codecs import Part, add_message
 from mpitrain.codecs.base import Codec
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.read.batch import to_device
+from mpitrain.devices import accelerator, draws
 from mpitrain.embedding.trained_rows import look_up_here
 from mpitrain.job import Job
 from mpitrain.model.gradient.loss import BatchLoss
@@ -103,11 +104,11 @@ def measure_step(
         device: that computes; None: the CPU.
         samples: of a batch; None: as many as the job computes at once.
     """
-    state = torch.get_rng_state()
+    states = draws.RandomStates()
     try:
         return _measure(job, lr, catalogue, for_s, device or torch.device("cpu"), samples)
     finally:
-        torch.set_rng_state(state)
+        states.restore()
 
 
 def build_to_measure(job: Job, lr: float | None, device: torch.device) -> tuple[nn.Module, Optimizer]:
@@ -121,8 +122,7 @@ def _measure(
     job: Job, lr: float | None, catalogue: Catalogue, for_s: float, device: torch.device, samples: int | None
 ) -> tuple[Resampled, dict[str, Any]]:
     def now_s() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        accelerator.wait_for_all(device)
         return time.perf_counter()
 
     module, optimizer = build_to_measure(job, lr, device)

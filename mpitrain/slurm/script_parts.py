@@ -249,7 +249,7 @@ launch() { # runs its arguments as the ranks of $RUN_DIR/hosts
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores} SRUN_CPUS_PER_TASK=$cores # srun no longer inherits it
     case ${LAUNCH[0]##*/} in
     srun) # GPUs by --gpus-per-node, the device by the rank's place on its node: --gpus-per-task would hide the
-        # neighbours' GPUs and break CUDA IPC
+        # neighbours' GPUs and break copies between them
         export SLURM_HOSTFILE=$RUN_DIR/hosts
         if [[ ${MPITRAIN_FT:-} == heartbeat ]]; then
             fate=(--kill-on-bad-exit=0 --no-kill --wait=0)

@@ -66,8 +66,12 @@ _TEXT = """\
 
 # 3. Where ranks run on their node: cores and memory of the same NUMA domain; every rank sees all GPUs of its node.
 {bind}
+# AMD, Intel: a device is a die (GCD) or a stack (tile). Where Slurm counts cards, say how many devices a node has.
+# export WORKERS_PER_NODE=8
+# export I_MPI_OFFLOAD=1 # Intel MPI reads and writes device memory
 
-# 4. A container instead of an environment (its MPI must be ABI-compatible with the site's).
+# 4. A container instead of an environment (its MPI must be ABI-compatible with the site's). For AMD's devices --rocm
+# stands in place of --nv, for Intel's --bind /dev/dri.
 {container}
 
 # 5. Disks. STAGE: packs (folders of `mpitrain data pack`) to copy to each node's own disk before training, where ranks

@@ -125,7 +125,7 @@ REFUSED: dict[str, tuple[Rule, ...]] = {
              "resync=R, or leave patience out"),
     ),
     "precision=float16 on a CPU": (
-        Rule(always, 'precision="float16" (--precision) scales the loss on a CUDA device, and this run computes on a '
+        Rule(always, 'precision="float16" (--precision) scales the loss on an accelerator, and this run computes on a '
              'CPU: use "bfloat16", which needs no scale'),
     ),
     "precision=float16": (

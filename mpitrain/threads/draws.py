@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.devices.draws import generators
 from mpitrain.system.draws import LOCK
 from mpitrain.system.saying import tell
 
@@ -49,18 +50,18 @@ class Draws:
             return
         take_turn()
         try:
-            generators = _generators()
-            before = [one.get_state() for one in generators]
+            drawn_from = generators()
+            before = [one.get_state() for one in drawn_from]
             yield
             self._seen.add(rank)
-            self.drawn = self.drawn or any(map(_has_drawn, generators, before))
+            self.drawn = self.drawn or any(map(_has_drawn, drawn_from, before))
         finally:
             LOCK.release()
 
     def _look(self, rank: int) -> None:
         """After a gradient that was computed beside others."""
         with LOCK:
-            if self.drawn or not any(map(_has_drawn, _generators())):
+            if self.drawn or not any(map(_has_drawn, generators())):
                 return
             self.drawn = True
         tell(
@@ -79,14 +80,6 @@ def _share(layer: nn.Module) -> float | None:
     if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
         return float(layer.dropout)
     return None
-
-
-def _generators() -> list[Any]:
-    """The host's, and that of the device of this thread."""
-    found: list[Any] = [torch.default_generator]
-    if torch.cuda.is_available():
-        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return found
 
 
 def _has_drawn(generator: Any, before: torch.Tensor | None = None) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mpitrain.devices import accelerator
 from mpitrain.threads.hub import Meeting
 
 
@@ -86,5 +87,4 @@ class WorkersSum:
 
 def _settle(tensor: torch.Tensor) -> None:
     """Another thread may read what this one has computed."""
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
+    accelerator.wait_for_stream(tensor.device)

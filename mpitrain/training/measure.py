@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from mpitrain.checkpoint.tensor_file import Described, body, describe, header, order_of
+from mpitrain.devices import accelerator
 from mpitrain.embedding.tables import served_layers
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
@@ -51,35 +52,37 @@ MODEL_FILE = "model.safetensors"
 
 
 def device_for(job: Job, local_rank: int) -> torch.device:
-    """The device that the job asks for; "cuda" is the GPU that this rank's number on its node falls on.
+    """The device that the job asks for; a kind, such as "cuda", means that on which this rank's number on its
+    node falls.
 
     Raises:
         UsageError: this process sees no such device.
     """
-    num_devices = torch.cuda.device_count() if job.device != "cpu" and torch.cuda.is_available() else 0
-    device = torch.device(("cuda" if num_devices else "cpu") if job.device == "auto" else job.device)
-    if device.type == "cpu":
+    kind = accelerator.kind() if job.device != "cpu" else None
+    device = torch.device((kind or "cpu") if job.device == "auto" else job.device)
+    if not accelerator.computes(device):
         return device
+    num_devices = accelerator.num_devices() if kind == device.type else 0
     if num_devices <= (device.index or 0):
+        there = f"{accelerator.num_devices()} of {kind!r}" if kind else "none"
+        hidden = accelerator.visible_variable(device.type) or "what hides devices of this kind"
         raise UsageError(
-            f"device={job.device!r} (--device), and this process on {node_name()} sees {num_devices} CUDA device(s); "
-            "use another device, or look at CUDA_VISIBLE_DEVICES and at whether this torch was built with CUDA"
+            f"device={job.device!r} (--device), and of accelerators this process on {node_name()} sees {there}; use "
+            f"another device, or look at {hidden} and at what this torch was built for"
         )
-    return torch.device("cuda", local_rank % num_devices if device.index is None else device.index)
+    return accelerator.of_rank(device.type, local_rank) if device.index is None else device
 
 
 def pick_device(job: Job, local_rank: int) -> torch.device:
     """As `device_for`, which then is this thread's own; raises as it does."""
     device = device_for(job, local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    accelerator.make_current(device)
     return device
 
 
 def compute_thread(device: torch.device) -> Executor:
     """A thread to compute on while the main thread drives MPI; the current GPU is a thread's own."""
-    set_device = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
-    return ThreadPoolExecutor(1, "mpitrain-compute", initializer=set_device)
+    return ThreadPoolExecutor(1, "mpitrain-compute", initializer=accelerator.make_current, initargs=(device,))
 
 
 _STEPPED = "the gradients of a step function (step=) travel whole to servers"

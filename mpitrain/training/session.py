@@ -21,6 +21,7 @@ from mpitrain.checkpoint import Checkpoint
 from mpitrain.data import Catalogue
 from mpitrain.data.preflight import look
 from mpitrain.data.read.reader import Source
+from mpitrain.devices import accelerator
 from mpitrain.errors import EXIT_REQUEUE, AgreedError, UsageError
 from mpitrain.inject import Straggler
 from mpitrain.job import Job, Overrides, apply_overrides
@@ -128,7 +129,7 @@ class Session:
     def gpu(self) -> str | None:
         """What the GPU is called on which this rank computes."""
         device = self.device
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        return accelerator.name_of(device) if accelerator.computes(device) else None
 
     def in_emergency(self, writer: Emergency | None, why_not: str = "") -> None:
         """From here on this writes this rank's part when the run stands still, or nothing does: see the attributes."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from mpitrain.devices import accelerator
 from mpitrain.errors import UsageError
 from mpitrain.inject import check_real, check_workers
 from mpitrain.job import Job, Overrides
@@ -33,6 +34,6 @@ def validate_simulation(job: Job, overrides: Overrides, num_workers: int) -> Non
 
 def check_precision(job: Job, device: torch.device) -> None:
     """Raise `UsageError` where a rank that computes there cannot do so in the job's precision."""
-    feature = "precision=float16" if device.type == "cuda" else "precision=float16 on a CPU"
+    feature = "precision=float16" if accelerator.computes(device) else "precision=float16 on a CPU"
     if job.precision == "float16" and (why := why_not(feature, job.run_strategy, MPI)):
         raise UsageError(why)

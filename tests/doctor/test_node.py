@@ -50,11 +50,11 @@ def test_a_fit_node_passes_and_each_planted_fault_is_found(
     assert "2 of 3 device(s)" in details["devices"] and "wanted" in details["disk"]
 
 
-def test_without_devices_cuda_is_asked(tmp_path: Path) -> None:
+def test_without_devices_torch_is_asked(tmp_path: Path) -> None:
     import torch
 
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    with pytest.raises(Unfit, match=f"CUDA sees {there} of {there + 1}"):
+    with pytest.raises(Unfit, match=f"torch sees {there} of {there + 1}"):
         check_devices(Wanted(gpus=there + 1, speed_s=0))
 
 

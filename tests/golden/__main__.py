@@ -15,7 +15,7 @@ Left out:
 - `decentralized(asynchronous=True)` over MPI and in threads, which no replay repeats: in virtual time only.
 - `sync(batching=by_speed())` and `async(batching=by_speed())` outside virtual time: batch sizes follow measured times.
 - `backup(stragglers="abort")`: there is none outside virtual time.
-- `compile`, whose compiler takes seconds a run; `precision="float16"`, which needs a CUDA device; `validate_every` and
+- `compile`, whose compiler takes seconds a run; `precision="float16"`, which needs an accelerator; `validate_every` and
   `checkpoint_every` by seconds.
 - Checkpoints in virtual time, which writes none.
 - Of counts, outside virtual time, how many pushes waited for a server at once, in how many buffers, and how far ahead a

@@ -2,8 +2,8 @@
 
 Invariants: a process makes what it is given, in that order, and sends it through shared memory; it holds no lock and no
 connection of the rank's but its own, ignores the signals that ask a job to end (the rank obeys them), collects no
-garbage of the rank's (what CUDA knows of, such as pinned memory, must not be given back there), and ends with the rank,
-however that ends. An error of the dataset arrives where its batch is asked for; a process that dies is named.
+garbage of the rank's (what a device knows of, such as pinned memory, must not be given back there), and ends with the
+rank, however that ends. An error of the dataset arrives where its batch is asked for; a process that dies is named.
 """
 
 from __future__ import annotations

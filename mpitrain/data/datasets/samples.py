@@ -37,7 +37,7 @@ class Samples(Batched):
         num_workers: processes of every rank that make batches ahead; 0: the rank makes them itself, when it needs them.
         prefetch_factor: batches that each of them is ahead at most.
         worker_init_fn: is called with the number of the process, when it begins.
-        pin_memory: put batches into pinned memory, where there is a CUDA device.
+        pin_memory: put batches into pinned memory, where this process computes on an accelerator.
         multiprocessing_context: how processes start: "fork", "spawn" or "forkserver".
         timeout: seconds to wait for a batch of a process; 0: without end.
         chunk_samples: samples that lie together, as those of a file do; window_chunks: how many such chunks are mixed

@@ -224,9 +224,9 @@ def _in_order_of_appearance(chunks: IntArray) -> list[int]:
 # ---- Reusing the memory of batches.
 #
 # A batch belongs to the caller for as long as any tensor, view or numpy array of it lives; then its memory serves the
-# next batch, so that a loop touches the same few pages all the time instead of fresh ones for every batch. With a CUDA
-# device batches are pinned and come from torch's own pinned pool, which does the same and knows besides when a copy to
-# the device that is under way has ended.
+# next batch, so that a loop touches the same few pages all the time instead of fresh ones for every batch. On an
+# accelerator batches are pinned and come from torch's own pinned pool, which does the same and knows besides when a
+# copy to the device that is under way has ended.
 #
 # Invariants: memory is reused only after its last user has dropped it, and at most `NUM_SPARE` batches are kept unused.
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from mpitrain.data.read.order import IntArray
+from mpitrain.devices import accelerator
 from mpitrain.system import background, trace
 
 Batch = dict[str, torch.Tensor]
@@ -31,7 +32,7 @@ HAND_OVER_BYTES = 1 << 20  # the caller copies a smaller batch faster than it ca
 def pins() -> bool:
     """Whether batches belong in pinned memory: where this process computes on a GPU. One that was forked does not, and
     what its parent has pinned stays the same memory in all of them: they would write into each other's batches."""
-    return bool(torch.cuda.is_initialized())
+    return accelerator.is_begun() and accelerator.accelerator_pins()
 
 
 class Store(Protocol):

@@ -54,7 +54,7 @@ class Reader:
 
         Returns:
             What the source's samples make together, of shards a dict of tensors of shape (count, ...); it belongs to
-            the caller, and lies in pinned memory where there is a CUDA device.
+            the caller, and lies in pinned memory where this process computes on an accelerator.
         Raises:
             DataError: a shard is damaged, gone or changed. UsageError: positions outside the epoch, or the
                 reader is closed.

@@ -1,4 +1,4 @@
-"""BatchNorm over the batches of all ranks (torch's SyncBatchNorm, which takes CUDA tensors only).
+"""BatchNorm over the batches of all ranks (torch's SyncBatchNorm, which refuses a host's tensors).
 
     forward     counts, sums and sums of squares of all ranks are added up: mean and variance of the whole batch
     backward    sums of the gradient, and of the gradient times the normalized input, are added up

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.devices import accelerator, draws
 from mpitrain.system import background
 
 
@@ -35,9 +36,9 @@ class SuspendedStep:
         self._call, self._module = call, module
         self._to_function: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._from_function: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._kept: tuple[list[torch.Tensor | None], list[torch.Tensor]] | None = None
+        self._kept: tuple[list[torch.Tensor | None], draws.RandomStates] | None = None
         self._thread: threading.Thread | None = None
-        self._num_threads, self._device = torch.get_num_threads(), _device_of(module)
+        self._num_threads, self._device = torch.get_num_threads(), next(module.parameters()).device
 
     def advance(self) -> tuple[str, Any]:
         """Let it go on; returns ("waits", what it has said) or, at its end, ("ends", what it has returned).
@@ -49,9 +50,7 @@ class SuspendedStep:
             gradients, random = self._kept
             for parameter, gradient in zip(self._module.parameters(), gradients, strict=True):
                 parameter.grad = gradient
-            torch.set_rng_state(random[0])
-            if self._device is not None:
-                torch.cuda.set_rng_state(random[1], self._device)
+            random.restore()
         if self._thread is None:
             self._thread = background.start("step", self._run)
         else:
@@ -66,10 +65,8 @@ class SuspendedStep:
         if how == "raises":
             raise what
         if how == "waits":
-            random = [torch.get_rng_state()]
-            if self._device is not None:
-                random.append(torch.cuda.get_rng_state(self._device))
-            self._kept = [one.grad for one in self._module.parameters()], random
+            states = draws.RandomStates([self._device])
+            self._kept = [one.grad for one in self._module.parameters()], states
         return how, what
 
     def wait(self, said: Any) -> None:
@@ -94,15 +91,9 @@ class SuspendedStep:
     def _run(self) -> None:
         try:
             torch.set_num_threads(self._num_threads)  # which is a thread's own
-            if self._device is not None:
-                torch.cuda.set_device(self._device)
+            accelerator.make_current(self._device)
             self._from_function.put(("ends", self._call()))
         except _BrokenOffError:
             pass
         except BaseException as error:
             self._from_function.put(("raises", error))
-
-
-def _device_of(module: nn.Module) -> torch.device | None:
-    device = next(module.parameters()).device
-    return device if device.type == "cuda" else None

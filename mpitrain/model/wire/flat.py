@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from mpitrain.devices import accelerator
 from mpitrain.embedding.lookups import Lookups
 from mpitrain.embedding.tables import check_tables, tables_of
 from mpitrain.errors import UsageError
@@ -203,7 +204,7 @@ class FlatModel:
         self.parameters, self.reduced = ([], dense) if reduces else (dense, [])
         self.device = every[0].device
         self.lookups = Lookups(tables, num_shards, self.device, self.layout.dtype) if tables else None
-        pin = self.device.type == "cuda"
+        pin = accelerator.pins(self.device)
         sizes, dtype = [self.layout.size(shard) for shard in range(num_shards)], self.layout.dtype
         self.wire_buffers = [FixedBuffer(size, dtype, pin=pin) for size in sizes]
         reply_dtype = wire_dtype(wires.reply, dtype)
@@ -289,8 +290,7 @@ class FlatModel:
             torch._foreach_copy_(targets, sources, non_blocking=True)
         if missing:
             torch._foreach_zero_(missing)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        accelerator.wait_for_stream(self.device)
         return all_finite([wire_buffer.body for wire_buffer in wire_buffers])
 
 

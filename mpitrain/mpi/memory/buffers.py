@@ -4,7 +4,7 @@ Invariants: every mpi4py call that touches a tensor gets it from here. By itself
 for 16-bit integers and silently sums it into garbage, and it cannot wait for the
 kernels that still write device memory. So dtypes come from a table, types that MPI cannot add are refused
 for reductions and travel as unsigned integers otherwise, layouts other than dense and contiguous are
-refused or copied, and device memory is waited for and, where this MPI cannot read it (`cuda_aware.py`), staged
+refused or copied, and device memory is waited for and, where this MPI cannot read it (`device_aware.py`), staged
 through pinned host memory (`staging.py`).
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.memory.cuda_aware import FORCED, gpu_aware
-from mpitrain.mpi.memory.staging import Accelerator, Cuda, Pool
+from mpitrain.mpi.memory.device_aware import FORCED, gpu_aware
+from mpitrain.mpi.memory.staging import Accelerator, Pool, TorchDevice
 
 IN_PLACE = MPI.IN_PLACE
 MAX_COUNT = 2**31 - 1  # MPI counts are C ints; collectives over more elements go in pieces (`pieces`)
@@ -147,7 +147,7 @@ def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 # ---- tensors of any place and layout
 
-_accelerator: Accelerator = Cuda()
+_accelerator: Accelerator = TorchDevice()
 _pool = Pool(_accelerator)
 
 

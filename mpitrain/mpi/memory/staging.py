@@ -3,16 +3,18 @@
 Invariants: MPI sees memory only after the kernels that write it have finished, and no code sees a received tensor
 before the copy back has finished. Both waits are host waits, on an event and on our own copy stream:
 MPI's own calls know no streams. Used only by the thread that owns MPI, so it has no locks. The tests
-run it with a stand-in for `Cuda`, and `make gpu` with a GPU.
+run it with a stand-in for `TorchDevice`, and `make gpu` with a GPU.
 """
 
 from typing import Any, Protocol
 
 import torch
 
+from mpitrain.devices import accelerator
+
 
 class Accelerator(Protocol):
-    """What staging needs of a device; `Cuda` is the real one."""
+    """What staging needs of a device; `TorchDevice` is the real one."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """True if the tensor lies in this device's memory."""
@@ -30,40 +32,32 @@ class Accelerator(Protocol):
         """Copy between host and device and wait on the host until it is done."""
 
 
-class Cuda:
-    """torch.cuda (and ROCm, which torch gives the same name): one copy stream per device."""
+class TorchDevice:
+    """Whatever accelerator torch has here."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams = accelerator.CopyStreams()
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """True for CUDA tensors."""
-        return tensor.is_cuda
+        """True for tensors in device memory."""
+        return accelerator.is_on_device(tensor)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Page-locked host memory."""
+        """Page-locked host memory, where the accelerator is faster with it."""
         with torch.inference_mode(False):  # it is written again, perhaps outside of the mode
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=accelerator.accelerator_pins())
 
     def record_event(self, tensor: torch.Tensor) -> Any:
         """An event recorded on the current stream of the tensor's device."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(tensor.device))
-        return event
+        return accelerator.record(tensor.device)
 
     def wait_for(self, event: Any) -> None:
         """Block the host until the event has happened."""
-        event.synchronize()
+        accelerator.wait_for(event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy on our own stream, so that it does not queue behind the next kernels of the backward pass."""
-        device = target.device if target.is_cuda else source.device
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        stream.synchronize()
+        """Copy on a stream of our own, so that it does not queue behind the next kernels of the backward pass."""
+        self._streams.copy(target, source)
 
 
 class Pool:

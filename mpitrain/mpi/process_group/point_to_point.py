@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mpitrain.devices import accelerator
 from mpitrain.errors import MismatchError, MonitoredBarrierError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.collective_queue import Task, digest, last_tag
@@ -191,9 +192,8 @@ class PointToPoint(GroupBase):
     def barrier(self, opts: object = None) -> MpiWork:
         """Done when all ranks have come here; with a device in the options, when its queued work is done, too."""
         device = getattr(opts, "device", None)
-        if device is not None and device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-
+        if device is not None:
+            accelerator.wait_for_stream(device)
         return self._collective(Call("barrier"), lambda may_block: _nothing(), [], opts)
 
     def monitored_barrier(

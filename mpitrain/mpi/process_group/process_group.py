@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpitrain.devices import accelerator
 from mpitrain.errors import AgreedError, UsageError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.process_group.data_movement import DataMovement
@@ -268,7 +269,8 @@ class MpiProcessGroup(Reductions, DataMovement, PointToPoint):
     @property
     def _device_types(self) -> list[torch.device]:
         """What torch's checkpoints ask for: on which devices tensors may lie."""
-        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+        found = accelerator.kind()
+        return [torch.device(kind) for kind in ("cpu", found) if kind is not None]
 
     @property
     def group_desc(self) -> str:

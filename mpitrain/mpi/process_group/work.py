@@ -16,6 +16,7 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from mpitrain.devices.accelerator import is_on_device
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.operation import Op
 from mpitrain.mpi.process_group import profiled
@@ -166,13 +167,13 @@ def _hand_over(ended: "Future[None]") -> None:
 
 
 def _devices(result: Any) -> list[int | str | torch.device] | None:
-    """The GPUs that hold a result (a tensor, or lists of them); None if there are none."""
+    """The devices that hold a result (a tensor, or lists of them); None if there are none."""
     tensors: list[Any] = [result]
     found: set[torch.device] = set()
     while tensors:
         item = tensors.pop()
         if isinstance(item, list | tuple):
             tensors += item
-        elif item.is_cuda:
+        elif is_on_device(item):
             found.add(item.device)
     return [*sorted(found, key=str)] or None

@@ -52,13 +52,25 @@ def default_parallel(ranks_per_run: int) -> int:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs of this host, as CUDA_VISIBLE_DEVICES names them."""
-    import torch
+    """The accelerators of this host that can be dealt out, as the variable names them that hides them
+    from a process."""
+    from mpitrain.devices import accelerator
 
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    name = accelerator.visible_variable(accelerator.kind() or "")
+    if name is None:
+        return []
+    given = os.environ.get(name)
     if given is not None:
         return [one for one in given.split(",") if one.strip()]
-    return [str(number) for number in range(torch.cuda.device_count())]
+    return [str(number) for number in range(accelerator.num_devices())]
+
+
+def showing(gpus: list[str]) -> dict[str, str]:
+    """What to set for a process to see these alone, if any."""
+    from mpitrain.devices import accelerator
+
+    name = accelerator.visible_variable(accelerator.kind() or "") if gpus else None
+    return {} if name is None else {name: ",".join(gpus)}
 
 
 def deal_locally(sweep: Sweep, setup: Setup, parallel: int, proposer: Proposer | None = None) -> Dealt:
@@ -124,7 +136,7 @@ class _Launches:
     ) -> tuple[int, str]:
         """Launch a run, report its process, and wait for its end; returns its exit code and the last thing that it has
         said."""
-        environment = self.environment | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
+        environment = self.environment | showing(devices)
         with open(log, "ab") as out:
             at = out.tell()
             # in a session of its own: Ctrl-C reaches it through us, once

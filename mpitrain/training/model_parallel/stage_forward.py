@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mpitrain.devices import draws
 from mpitrain.errors import UsageError
 
 HEADER_BYTES = 2048
@@ -46,8 +47,7 @@ class StageForward:
         random numbers or buffers.
         """
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        with draws.forked_draws(self.device), torch.enable_grad():
             taken, output = self.forward(inputs)
         self.finish()
         with torch.no_grad():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from mpitrain.devices import draws
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.in_place import refuse_renormed
@@ -172,15 +173,12 @@ class RandomNumbers:
     """The states of all random numbers that a constructor may draw from, as they are now."""
 
     def __init__(self) -> None:
-        self._python, self._torch = random.getstate(), torch.get_rng_state()
+        self._python, self._torch = random.getstate(), draws.RandomStates()
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
     def restore(self) -> None:
         """Go back to them."""
         random.setstate(self._python)
-        torch.set_rng_state(self._torch)
+        self._torch.restore()
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state_all(self._cuda)

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.codecs import Encoder, Field, Layout, Part, add_message
 from mpitrain.codecs.base import Codec
+from mpitrain.devices import accelerator
 from mpitrain.errors import UsageError
 from mpitrain.model.gradient.loss_pass import passed
 from mpitrain.model.recipe import GradientRule
@@ -69,7 +70,7 @@ class CodecHook:
         """What DDP calls for every bucket; the future's value replaces the bucket."""
         if self._cast is not None and not self.own_gradients.rule.shapes:
             return self._cast_and_reduce(bucket.buffer(), bucket.index() == 0, bucket.is_last())
-        future: Future[Any] = Future(devices=[bucket.buffer().device] if bucket.buffer().is_cuda else None)
+        future: Future[Any] = Future(devices=accelerator.for_future(bucket.buffer()))
         self._waiting.append((Part(bucket.buffer(), self._layout(bucket)), future))
         if bucket.is_last():
             waiting, self._waiting = self._waiting, []

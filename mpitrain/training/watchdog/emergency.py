@@ -1,6 +1,6 @@
 """An emergency checkpoint: the state of a run that is stuck, written by a thread that is not.
 
-Invariants: it calls neither MPI nor CUDA, and writes nothing that may be torn. The main thread holds a `Guard`
+Invariants: it calls neither MPI nor a device, and writes nothing that may be torn. The main thread holds a `Guard`
 whenever it changes what a checkpoint holds. The thread that writes takes the guard first, and the main thread then
 waits before its next change. A rank that is stuck in the middle of a change never releases the guard, and no checkpoint
 is written. The rank that writes the first part announces the checkpoint; the others write their parts if they belong to

@@ -3,9 +3,9 @@ still answers.
 
     RUN_DIR/stacks/liveness-1763723821093/question-0  answer-0-0 answer-0-2  question-1 ...
 
-Invariants: as in `alarm_files.py`, the ranks use names of files alone, and threads that call neither MPI nor CUDA. A
-rank that does not answer has no thread left that runs: its process is stopped, its host is gone, or it is inside a call
-that lets no other thread run. A rank that merely waits or works answers, and so does one that is stuck; its own
+Invariants: as in `alarm_files.py`, the ranks use names of files alone, and threads that call neither MPI nor a device.
+A rank that does not answer has no thread left that runs: its process is stopped, its host is gone, or it is inside a
+call that lets no other thread run. A rank that merely waits or works answers, and so does one that is stuck; its own
 watchdog ends that one.
 """
 

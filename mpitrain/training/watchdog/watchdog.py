@@ -1,6 +1,6 @@
 """The watchdog: a rank that neither works nor waits for others for too long raises the alarm and ends the job.
 
-Invariants: the watchdog is a thread that calls neither MPI nor CUDA, so it works while the main thread is stuck in
+Invariants: the watchdog is a thread that calls neither MPI nor a device, so it works while the main thread is stuck in
 either. Progress is any step, push, answer or validation batch of this rank. A rank that waits for another one (in a
 warm-up, or while that one validates) does not hang, for the rank that hangs has a watchdog of its own. A process that
 is stopped has none that runs: a rank that has waited for long asks which ranks still answer (`liveness.py`). A rank

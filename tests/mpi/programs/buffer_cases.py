@@ -2,12 +2,13 @@
 
 import os
 from functools import partial
+from unittest import mock
 
 import torch
 
 from mpitrain.errors import UsageError
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.memory import buffers, cuda_aware
+from mpitrain.mpi.memory import buffers, device_aware
 from tests.mpi.cases import raises, run_cases
 
 INTEGERS = [
@@ -197,13 +198,13 @@ def staged(function):
         before = buffers._accelerator
         buffers.use_accelerator(stand)
         os.environ["MPITRAIN_GPU_BUFFERS"] = "off"
-        cuda_aware.gpu_aware.cache_clear()
+        device_aware.gpu_aware.cache_clear()
         try:
             function(rt, stand)
         finally:
             buffers.use_accelerator(before)
             del os.environ["MPITRAIN_GPU_BUFFERS"]
-            cuda_aware.gpu_aware.cache_clear()
+            device_aware.gpu_aware.cache_clear()
 
     return run
 
@@ -252,7 +253,7 @@ def case_pinned_buffers_are_reused(rt, stand):
 def case_a_gpu_aware_mpi_gets_the_device_memory(rt, stand):
     """No staging then, but still a wait for the kernels, and one after for what followed MPI."""
     os.environ["MPITRAIN_GPU_BUFFERS"] = "on"
-    cuda_aware.gpu_aware.cache_clear()
+    device_aware.gpu_aware.cache_clear()
     tensor = stand.put(torch.full((10,), float(rt.rank == 0)))
     held = buffers.lease(tensor, reads=rt.rank == 0, writes=rt.rank != 0, after=buffers.record_event(tensor))
     for message in held.messages():
@@ -278,22 +279,88 @@ def case_gpu_awareness_ladder(rt):
     """The override wins; a wrong word is told; the wheels here say no, and say why."""
     for value, verdict in (("on", True), ("off", False)):
         os.environ["MPITRAIN_GPU_BUFFERS"] = value
-        cuda_aware.gpu_aware.cache_clear()
-        assert cuda_aware.gpu_aware() == (verdict, f"MPITRAIN_GPU_BUFFERS={value}")
+        device_aware.gpu_aware.cache_clear()
+        assert device_aware.gpu_aware() == (verdict, f"MPITRAIN_GPU_BUFFERS={value}")
     os.environ["MPITRAIN_GPU_BUFFERS"] = "maybe"
-    cuda_aware.gpu_aware.cache_clear()
-    raises(UsageError, "on, off or auto", cuda_aware.gpu_aware)
+    device_aware.gpu_aware.cache_clear()
+    raises(UsageError, "on, off or auto", device_aware.gpu_aware)
     del os.environ["MPITRAIN_GPU_BUFFERS"]
-    cuda_aware.gpu_aware.cache_clear()
-    verdict, why = cuda_aware.gpu_aware()
-    assert not verdict and ("Query_cuda_support" in why or "alloc_kinds" in why), why
+    device_aware.gpu_aware.cache_clear()
+    verdict, why = device_aware.gpu_aware()
+    assert not verdict and "Query_cuda_support()=0" in why, why
     for kinds, granted in (
         ("mpi,system", False),
         ("system,cuda:device", True),
         ("cuda:host", False),
         ("rocm", True),
     ):
-        assert cuda_aware.grants_device(kinds) == granted, kinds
+        assert device_aware.grants_device(kinds) == granted, kinds
+    assert not device_aware.grants_device("cuda:device", ["rocm"])
+
+
+class Library:
+    """An MPI library that has some of the functions."""
+
+    def __init__(self, **said):
+        for name, value in said.items():
+            setattr(self, name, lambda value=value: value)
+
+    def answering(self, number):
+        """Also MPICH's general one, for one kind."""
+
+        def query(kind, answer):
+            answer._obj.value = int(kind.value == number)
+            return 0
+
+        self.MPIX_GPU_query_support = query
+        return self
+
+
+def case_a_kind_of_memory_is_asked_for_by_its_own_name(rt):
+    open_mpi = Library(MPIX_Query_cuda_support=0, MPIX_Query_rocm_support=1)
+    mpich, older = Library(MPIX_Query_ze_support=1, MPIX_Query_hip_support=0), Library().answering(1)
+    found = {
+        kind: [device_aware.answers(library, kind) for library in (open_mpi, mpich, older, Library())]
+        for kind in device_aware.KINDS
+    }
+    general = "MPIX_GPU_query_support"
+    assert found == {
+        "cuda": [[("MPIX_Query_cuda_support()", False)], [], [(f"{general}(cuda)", False)], []],
+        "rocm": [
+            [("MPIX_Query_rocm_support()", True)],
+            [("MPIX_Query_hip_support()", False)],
+            [(f"{general}(rocm)", False)],
+            [],
+        ],
+        "level_zero": [[], [("MPIX_Query_ze_support()", True)], [(f"{general}(level_zero)", True)], []],
+    }
+
+
+def case_where_a_library_says_nothing_its_variables_do(rt):
+    for variables, kind, able in (
+        ({"MPICH_GPU_SUPPORT_ENABLED": "1"}, "level_zero", True),
+        ({"MPICH_GPU_SUPPORT_ENABLED": "0"}, "cuda", False),
+        ({"MV2_USE_CUDA": "1"}, "cuda", True),
+        ({"MV2_USE_CUDA": "1"}, "rocm", None),
+        ({"I_MPI_OFFLOAD": "1"}, "level_zero", True),
+        ({"I_MPI_OFFLOAD": "1"}, "cuda", False),
+        ({"I_MPI_OFFLOAD": "1", "I_MPI_OFFLOAD_MODE": "cuda"}, "cuda", True),
+        ({"I_MPI_OFFLOAD": "0"}, "level_zero", False),
+        ({}, "cuda", None),
+    ):
+        with mock.patch.dict(os.environ, variables):
+            answer = device_aware._environment([kind])
+        assert (None if answer is None else answer[0]) is able, (variables, kind, answer)
+
+
+def case_devices_that_mpi_knows_nothing_of_are_staged(rt):
+    with mock.patch.object(device_aware.accelerator, "kind", lambda: "mps"):
+        device_aware.gpu_aware.cache_clear()
+        assert device_aware.gpu_aware() == (
+            False,
+            "MPI knows no memory of 'mps' devices, so their tensors go through host memory",
+        )
+    device_aware.gpu_aware.cache_clear()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain  # noqa: F401  (this import is all a script needs)
-from mpitrain.mpi.memory.cuda_aware import gpu_aware
+from mpitrain.mpi.memory.device_aware import gpu_aware
 from tests.mpi.cases import run_cases, starts
 
 warnings.filterwarnings("ignore", category=FutureWarning)

@@ -1,0 +1,1 @@
+"""What computes beside the host: devices, their streams, their random numbers."""
