@@ -22,12 +22,13 @@ from mpitrain.errors import MismatchError
 from mpitrain.mpi.allreduce_plan import Transport
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.collective_queue import LEFT_GROUP, Announcement, Task
+from mpitrain.mpi.faults.errors import is_lost_peer
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.operation import Op
 from mpitrain.mpi.process_group import algorithm_choice, profiled
 from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.mpi.runtime import Runtime
-from mpitrain.system import trace
+from mpitrain.system import background, trace
 
 MOVE_TAG = 4  # on a group's communicator
 MEETING_TAG = 3  # on the world's communicator, whose other messages have other tags
@@ -51,7 +52,8 @@ class GroupBase(dist.ProcessGroup):
     """A group over the given ranks of the world (in the order of their ranks in the group)."""
 
     def __init__(self, runtime: Runtime, ranks: Sequence[int], timeout: timedelta):
-        super().__init__(ranks.index(runtime.rank), len(ranks))  # type: ignore[call-arg]
+        self._rank, self._size = ranks.index(runtime.rank), len(ranks)
+        super().__init__(self._rank, self._size)  # type: ignore[call-arg]
         self._runtime, self._timeout, self._ranks = runtime, timeout, list(ranks)
         self._engine = runtime.engine
         self._num_bodies = 0
@@ -64,6 +66,9 @@ class GroupBase(dist.ProcessGroup):
         ]  # as the world's ranks
         self.decide()
         self._has_left = False
+        self._failure: BaseException | None = None  # after which this group carries nothing more
+        self._abort_hooks: dict[int, Callable[[], None]] = {}
+        self._num_collectives = 0
         self._announcements: dict[str, Announcement] = {}
         self._done_work = MpiWork(self._engine, "a collective that is done", [], timeout)
         self._done_work.end(None)
@@ -74,6 +79,14 @@ class GroupBase(dist.ProcessGroup):
         """Carry allreduces as the run's plan has it now."""
         plan = self._runtime.allreduce_plan
         self._setting, self._transport = plan.setting(), plan.known(self._layout)
+
+    def rank(self) -> int:
+        """This rank's, in the group."""
+        return self._rank  # torch's own answer comes from C++ by way of Python, and takes two microseconds
+
+    def size(self) -> int:
+        """How many ranks are in the group."""
+        return self._size
 
     # ---- communicators
 
@@ -89,7 +102,7 @@ class GroupBase(dist.ProcessGroup):
     def _meet(self) -> Task:
         """Done when every member is here (dissemination barrier): making a communicator blocks, and a member that comes
         late must keep no other from driving what is under way."""
-        size, me, distance = len(self._ranks), self.rank(), 1
+        size, me, distance = self.size(), self.rank(), 1
         world = self._runtime.comm
         while distance < size:
             token = bytearray(4)
@@ -142,8 +155,32 @@ class GroupBase(dist.ProcessGroup):
             comm.Free()
 
     def abort(self) -> None:
-        """Leave without waiting for any rank."""
+        """Leave without waiting for any rank, after the hooks have been called."""
+        self._call_abort_hooks()
         self.leave()
+
+    # ---- failures
+
+    def _fail(self, error: BaseException) -> None:
+        """In any thread: a collective has failed."""
+        if isinstance(error, TimeoutError) or LEFT_GROUP in str(error) or is_lost_peer(error):
+            self._give_up(error)
+
+    def _fail_transfer(self, error: BaseException) -> None:
+        """In any thread: a message has failed. Others may travel yet where it only came too late."""
+        if is_lost_peer(error):
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """This group carries nothing more; the first time its hooks are called."""
+        if self._failure is None:
+            self._failure = error
+            if self._abort_hooks:
+                background.start("abort hooks", self._call_abort_hooks)  # they may wait for ranks
+
+    def _call_abort_hooks(self) -> None:
+        for hook in tuple(self._abort_hooks.values()):
+            hook()
 
     def _timeout_s(self) -> float:
         return self._timeout.total_seconds()
@@ -167,7 +204,7 @@ class GroupBase(dist.ProcessGroup):
             check_writable(name, result)
         timeout = self._limit(opts)
         span = profiled.begin(name, result if inputs is None else inputs)
-        work = MpiWork(self._engine, name, result, timeout, span)
+        work = self._work(name, result, timeout, span)
         text = self._text(name, what)
         quiet = not getattr(opts, "asyncOp", True)  # torch waits for it next
         limit_s = timeout.total_seconds()
@@ -179,10 +216,15 @@ class GroupBase(dist.ProcessGroup):
         except BaseException:
             profiled.end(span)
             raise
+        self._num_collectives += 1
         if (land := trace.flight(name, what=what)) is not None:
             op.then(land)
         op.then(work.settle)
         return self._remember(work)
+
+    def _work(self, name: str, result: Any, timeout: timedelta, span: object = None) -> MpiWork:
+        """The Work of a collective of this group, not yet carried out."""
+        return MpiWork(self._engine, name, result, timeout, span, self._fail)
 
     def _may_run_at_once(self) -> bool:
         """Whether nobody looks at single collectives, and this group may begin one."""
@@ -196,20 +238,26 @@ class GroupBase(dist.ProcessGroup):
         made = self._announcements.pop(what, None)
         if made is None:
             made = Announcement(self._text(name, what), len(self._ranks))
-        op = self._engine.run_at_once(
-            made,
-            lambda may_block: in_inference_mode(carry(may_block)),
-            self._control_comm,
-            lambda: self._limit(opts).total_seconds(),
-        )
+        try:
+            op = self._engine.run_at_once(
+                made,
+                lambda may_block: in_inference_mode(carry(may_block)),
+                self._control_comm,
+                lambda: self._limit(opts).total_seconds(),
+            )
+        except Exception as error:
+            self._fail(error)
+            raise
         if op is True:
+            self._num_collectives += 1
             if len(self._announcements) >= _MOST_ANNOUNCEMENTS:
                 self._announcements.clear()
             self._announcements[what] = made
             return self._done_work
         if op is False:
             return self._collective(Call(name, what), carry, result, opts, writes=False)
-        work = MpiWork(self._engine, name, result, self._limit(opts))
+        self._num_collectives += 1
+        work = self._work(name, result, self._limit(opts))
         op.then(work.settle)
         return self._remember(work)
 

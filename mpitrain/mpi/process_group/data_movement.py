@@ -115,6 +115,20 @@ class DataMovement(GroupBase):
             self._check_slots("gather", slots, own)
         return self._root_moves("gather", own, slots, root, opts, to_root=True)
 
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> MpiWork:
+        """On the root output, seen as `size` equal parts, becomes the concatenation of all ranks' input."""
+        slots = []
+        if self.rank() == opts.rootRank:
+            if not output.is_contiguous() or output.numel() != input.numel() * self.size():
+                raise ValueError(
+                    f"gather_single wants a contiguous output of {self.size()} x {input.numel()} elements on the root;"
+                    f" got {shape_of([output])}"
+                )
+            slots = [output.view(self.size(), *input.shape).unbind()]
+        return self.gather(slots, [input], opts)
+
+    gather_into_tensor = gather_single  # torch's older name
+
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> MpiWork:  # type: ignore[override]
         """outputs[i] becomes the root's inputs[i][this rank]; equal shapes."""
         (own,), root = as_list(outputs), opts.rootRank

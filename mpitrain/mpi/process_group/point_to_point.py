@@ -86,7 +86,7 @@ class PointToPoint(GroupBase):
         self._engine.post(op, lambda: comm.Isend(message, dst, tag), self._timeout_s(), short=True)
         if op.done and op.error is None:
             return self._remember(self._done_work)
-        work = MpiWork(self._engine, f"send to {dst}", [tensor], self._timeout)
+        work = self._transfer_work(f"send to {dst}", tensor)
         op.then(work.settle)
         return self._remember(work)
 
@@ -115,7 +115,7 @@ class PointToPoint(GroupBase):
 
     def _receive_short(self, tensor: torch.Tensor, source: int, tag: int, what: str) -> MpiWork:
         """`_recv` without the machinery, where what fits the tensor is a short message."""
-        work = MpiWork(self._engine, what, [tensor], self._timeout)
+        work = self._transfer_work(what, tensor)
 
         def arrived(op: Op) -> None:
             if op.error is None and _fits(op.buffer, tensor):
@@ -169,10 +169,13 @@ class PointToPoint(GroupBase):
             for piece in (buffers.pieces(raw[_INLINE_BYTES:]) if num_bytes > _INLINE_BYTES else ())
         ]
 
+    def _transfer_work(self, what: str, tensor: torch.Tensor, span: object = None) -> MpiWork:
+        return MpiWork(self._engine, what, [tensor], self._timeout, span, self._fail_transfer)
+
     def _transfer(self, what: str, tensor: torch.Tensor, carry: Any) -> MpiWork:
         self._check_member(what)
         span = profiled.begin(what if what == _ANY else what.partition(" ")[0], tensor)
-        work = MpiWork(self._engine, what, [tensor], self._timeout, span)
+        work = self._transfer_work(what, tensor, span)
 
         def over(op: Op) -> None:
             if op.result is not None:  # a receive: from whom

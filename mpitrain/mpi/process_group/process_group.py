@@ -1,30 +1,29 @@
 """torch.distributed over any MPI: the backend "mpi4py", a process group whose collectives run on one MPI thread.
 
-Invariants: MPI determines who the ranks are, the group uses no store, and torch's names are complete: what torch 2.11
-and 2.13 ask of a group is here or in the three files that this class is made of (`reductions.py`, `data_movement.py`,
-`point_to_point.py`, on `base.py`). A collective returns at once with a Work and is carried out by the process's
-communication thread (`engine.py`) when all ranks have issued it (`collective_queue.py`), so DDP's buckets travel while
-the rest of the backward pass computes. An error inside a collective, a difference between the ranks or a passed
-timeout is raised where its Work or future is waited for, in DDP's C++ too.
+Invariants: MPI determines who the ranks are, the group uses no store, and torch's names are complete: what torch asks
+of a group is here or in the files that this class is made of (`reductions.py`, `data_movement.py`, `point_to_point.py`,
+`answers.py`, on `base.py`; `backend_inside.py` for torch 2.14 and later). A collective returns at once with a Work and
+is carried out by the process's communication thread (`engine.py`) when all ranks have issued it
+(`collective_queue.py`), so DDP's buckets travel while the rest of the backward pass computes. An error inside a
+collective, a difference between the ranks or a passed timeout is raised where its Work or future is waited for, in
+DDP's C++ too.
 """
 
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from mpitrain.devices import accelerator
 from mpitrain.errors import AgreedError, UsageError
 from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.process_group import backend_inside
+from mpitrain.mpi.process_group.answers import NO_RECONFIGURE, Answers
 from mpitrain.mpi.process_group.data_movement import DataMovement
 from mpitrain.mpi.process_group.point_to_point import PointToPoint
 from mpitrain.mpi.process_group.reductions import Reductions
 from mpitrain.mpi.process_group.shared_store import SharedStore, connecting, served
-from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.mpi.runtime import Runtime, start, start_part, started
 from mpitrain.system.interrupts import whole
 from mpitrain.torch_backend import BACKEND
@@ -153,6 +152,8 @@ def _export_ranks(runtime: Runtime) -> None:
 
 def create(options: Any, backend_options: Any = None) -> "MpiProcessGroup":
     """The creator that torch.distributed calls, on the members of a new group only."""
+    if getattr(options, "enable_reconfigure", False):  # torch 2.14 and later
+        raise UsageError(NO_RECONFIGURE)
     members = _members_of_a_part(options)
     if members and started() is None:
         start_part(members)
@@ -238,74 +239,15 @@ def _learn_ranks(runtime: Runtime, options: Any) -> None:
     runtime.torch_ranks = tuple(map(torch_ranks.index, identity) if is_permutation else identity)
 
 
-class MpiProcessGroup(Reductions, DataMovement, PointToPoint):
+class MpiProcessGroup(Reductions, DataMovement, PointToPoint, Answers):
     """A process group over some ranks of the world; made by torch.distributed through `create`."""
 
-    _name = _desc = ""
-    _coalescing: list[MpiWork] | None = None
-
-    def getBackendName(self) -> str:
-        """ "mpi4py"."""
-        return BACKEND
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        """The name torch gave this group."""
-        return self._name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    supports_splitting = supports_time_estimate = False
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """False: whoever asks allocates memory himself."""
-        return False
-
-    def _get_backend(self, device: torch.device) -> Any:
-        """What carries tensors of this device: the group itself."""
-        return self
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        """What torch's checkpoints ask for: on which devices tensors may lie."""
-        found = accelerator.kind()
-        return [torch.device(kind) for kind in ("cpu", found) if kind is not None]
-
-    @property
-    def group_desc(self) -> str:
-        """The description torch gave this group."""
-        return self._desc
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """The timeout of every operation from now on."""
-        self._timeout = timeout
-
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
-    # ---- several operations as one (dist._coalescing_manager with a device, batch_isend_irecv)
-
-    @property
-    def supports_coalescing(self) -> bool:
-        """True: between `_start_coalescing` and `_end_coalescing` every Work is remembered."""
-        return True
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._coalescing = []
-
-    def _end_coalescing(self, device: torch.device) -> MpiWork:
-        """A Work that is done when all since `_start_coalescing` are."""
-        works, self._coalescing = self._coalescing or [], None
-        return MpiWork.of_all(self._engine, works, self._timeout)
-
-    def _remember(self, work: MpiWork) -> MpiWork:
-        if self._coalescing is not None:
-            self._coalescing.append(work)
-        return work
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        if backend_inside.IS_KNOWN:
+            self._inside = backend_inside.put_into(self)
 
 
 _kind: type[MpiProcessGroup] = MpiProcessGroup
+if backend_inside.IS_KNOWN:
+    backend_inside.let_torch_see(MpiProcessGroup)

@@ -97,12 +97,13 @@ class Reductions(GroupBase):
         check_writable("allreduce", tensors)
         wanted = [Reduction.of(tensor.dtype, opts) for tensor in tensors]
         span = profiled.begin("allreduce", tensors)
-        work = MpiWork(self._engine, "allreduce", tensors, self._limit(opts), span)
+        work = self._work("allreduce", tensors, self._limit(opts), span)
         for tensor, reduction in zip(tensors, wanted, strict=True):
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 reduction.before(tensor)
                 reduction.after(tensor, 1)
         work.end(None)
+        self._num_collectives += 1
         return self._remember(work)
 
     def _allreduce_all(self, tensors: list[torch.Tensor], opts: object, wire: torch.dtype | None) -> MpiWork:

@@ -31,12 +31,16 @@ _callbacks = ThreadPoolExecutor(max_workers=64, thread_name_prefix="mpitrain-cal
 class MpiWork(Work):
     """A collective or transfer under way; `settle` is to be the callback of its Op.
 
-    `result` is what the future holds when all went well; `timeout` is the group's; `span` ends with it.
+    `result` is what the future holds when all went well; `timeout` is the group's; `span` ends with it; `tell` is
+    called with what went wrong, before anybody who waits gets it.
     """
 
-    def __init__(self, engine: Engine, what: str, result: Any, timeout: timedelta, span: object = None):
+    def __init__(
+        self, engine: Engine, what: str, result: Any, timeout: timedelta, span: object = None,
+        tell: Callable[[BaseException], None] | None = None,
+    ):  # fmt: skip
         super().__init__()
-        self._span = span
+        self._span, self._tell = span, tell
         self._engine, self._what, self._result, self._timeout = engine, what, result, timeout
         self._error: BaseException | None = None
         self._done = False
@@ -76,6 +80,8 @@ class MpiWork(Work):
     def end(self, error: BaseException | None) -> None:
         """Complete, with or without an error, which every caller that waits gets."""
         self._error = error
+        if error is not None and self._tell is not None:
+            self._tell(error)
         span, self._span = self._span, None
         profiled.end(span)
         with _listening:

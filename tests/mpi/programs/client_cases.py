@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor.debug import CommDebugMode
@@ -307,6 +308,54 @@ def _calls_within(comm):
     with mpitrain.exclusive_mpi():
         assert comm.allgather({"rank": comm.rank}) == [{"rank": rank} for rank in range(comm.size)]
         raise KeyError("within")
+
+
+def case_every_question_of_torch_has_an_answer(rt):
+    """Those of later torch, too, which would otherwise ask a backend of C++ that is not there."""
+    group = dist.new_group(list(range(rt.size)))
+    names = ("splitting", "coalescing", "time_estimate", "shrinking", "reconfigure", "window")
+    supported = {name: getattr(group, f"supports_{name}") for name in names}
+    assert supported == dict.fromkeys(names, False) | {"coalescing": True}
+    assert group.get_backend(torch.device("cpu")) is group and group.get_error() == ErrorType.SUCCESS
+    raises(RuntimeError, "no windows", group.new_window)
+    before = group._get_sequence_number_for_group()
+    dist.all_reduce(torch.ones(3), group=group)
+    dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
+    dist.all_gather_into_tensor(torch.zeros(2 * rt.size), torch.ones(2), group=group)
+    dist.barrier(group)
+    assert (before, group._get_sequence_number_for_group()) == (0, 4)
+    got = torch.zeros(rt.size, 2)
+    options = dist.GatherOptions()
+    options.rootRank = 1
+    group.gather_single(got, torch.full((2,), float(rt.rank)), options).wait()
+    assert got.tolist() == [[float(rank) * (rt.rank == 1)] * 2 for rank in range(rt.size)]
+    dist.destroy_process_group(group)
+
+
+def case_hooks_are_called_before_a_group_ends_and_it_says_why(rt):
+    def hooked(timeout):
+        group, called = dist.new_group(list(range(rt.size)), timeout=timeout), threading.Event()
+        group.register_abort_hook(1, called.set)
+        group.register_abort_hook(2, lambda: raises(AssertionError, "", called.set))
+        group.unregister_abort_hook(2)
+        return group, called
+
+    group, called = hooked(timedelta(seconds=0.3))
+    if rt.rank:
+        rt.barrier()
+    inbox = torch.zeros(1)
+    if rt.rank == 0:  # a message that comes too late ends nothing
+        raises(TimeoutError, "timed out", lambda: dist.recv(inbox, 1, group=group))
+        assert group.get_error() == ErrorType.SUCCESS and not called.is_set()
+    raises(TimeoutError, "", lambda: dist.all_reduce(torch.ones(2), group=group))
+    assert called.wait(60) and group.get_error() == ErrorType.TIMEOUT
+    if not rt.rank:
+        rt.barrier()
+    dist.destroy_process_group(group)
+    group, called = hooked(timedelta(seconds=60))
+    group.abort()
+    assert called.is_set() and group.get_error() == ErrorType.SUCCESS
+    dist.barrier()
 
 
 def case_a_group_that_was_left_refuses(rt):
