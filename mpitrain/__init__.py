@@ -1,7 +1,7 @@
 """mpitrain: train PyTorch models over MPI, with every update rule behind one door.
 
 Names are loaded on first use, so `import mpitrain` (and `mpitrain --help`) imports neither torch nor MPI nor h5py. And
-`import torch` imports this file (`torch_backend.py`), so of the package it loads nothing else.
+`import torch` imports this file (`torch_backend.py`), and `torch_versions.py`; of the package it loads nothing else.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ torch calls `register_backend_lazily` by itself at the end of `import torch` (th
     MPITRAIN_REPLACES=gloo      in the environment: a script's "gloo" means "mpi4py", and who asks for a group's backend
                                 is told "gloo", for programs that compare the name with those that they know
 
-Invariants: this file imports only the standard library at first, because `import torch`, `import mpitrain` and
-`mpitrain --help` run it. If torch.distributed is loaded already, the backend is registered at once; otherwise a finder
-on sys.meta_path waits for its import and registers then. An error in here never makes `import torch` fail. Every call
-that does not concern MPI passes through unchanged.
+Invariants: this file, and the one that it imports, take only the standard library at first, because `import torch`,
+`import mpitrain` and `mpitrain --help` run them. If torch.distributed is loaded already, the backend is registered at
+once; otherwise a finder on sys.meta_path waits for its import and registers then. An error in here never makes `import
+torch` fail. Every call that does not concern MPI passes through unchanged.
 """
 
 import atexit
@@ -32,6 +32,8 @@ import warnings
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
+
+from mpitrain import torch_versions
 
 BACKEND = "mpi4py"
 SCHEME = "mpi"
@@ -98,18 +100,15 @@ def register() -> None:
     ):
         wrapped = wrap(getattr(dist, name))
         setattr(dist, name, wrapped)
-        setattr(dist.distributed_c10d, name, wrapped)
-    helper: Any = dist.distributed_c10d._new_process_group_helper
-    dist.distributed_c10d._new_process_group_helper = _replace(_mix(helper))  # what makes every group
+        setattr(torch_versions.c10d(), name, wrapped)
+    torch_versions.replace_group_maker(lambda torchs: _replace(_mix(torchs)))
 
 
 def _devices() -> list[str]:
     """Types of devices whose tensors are ours: the host's, and those of the accelerator that this torch is built for or
     has been given since."""
-    import torch
-
-    found = torch._C._accelerator_getAccelerator()  # torch.accelerator is yet to come while torch is imported
-    return ["cpu"] if found is None else ["cpu", found.type]
+    found = torch_versions.accelerator_kind()
+    return ["cpu"] if found is None else ["cpu", found]
 
 
 def _group() -> Any:
@@ -194,11 +193,7 @@ def _tell(group: Any, asked: object) -> None:
     """Have a group (the default one: None) answer to the backend that was asked for."""
     import torch.distributed as dist
 
-    world, group = dist.distributed_c10d._world, group or dist.group.WORLD
-    if group in world.pg_map:  # this rank is in it
-        backend = dist.Backend(str(asked))
-        world.pg_map[group] = backend, world.pg_map[group][1]
-        world.pg_backend_config[group] = str(dist.distributed_c10d.BackendConfig(backend))
+    torch_versions.set_name(group or dist.group.WORLD, str(asked))
 
 
 def _replaced(backend: str | None) -> str | None:

@@ -24,8 +24,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 # The floors, the lowest first. A place (a folder or a module directly under `mpitrain/`) imports from lower floors
 # only, never from another place of its own floor; what third parties it may import stands beside it.
 FLOORS: tuple[dict[str, set[str]], ...] = (
-    {"errors": set(), "messages": set(), "one_at_a_time": set(), "torch_backend": {"torch"}},
-    {"values": set(), "effects": set(), "system": set()},
+    {"errors": set(), "messages": set(), "one_at_a_time": set(), "torch_versions": {"torch"}},
+    {"values": set(), "effects": set(), "system": set(), "torch_backend": {"torch"}},
     {"codecs": {"torch", "numpy"}, "devices": {"torch"}},
     {
         "strategies": set(),
@@ -78,6 +78,7 @@ LIGHT = {
     *("__init__", "__main__", "cli", "errors", "system", "launch"),
     *(
         "torch_backend",
+        "torch_versions",
         "strategies.registry",
         "values",
         "one_at_a_time",
@@ -128,6 +129,9 @@ UNPICKLERS = {
     "jsonpickle",
 }
 UNPICKLING_CALLS = {("torch", "load"), ("torch", "save"), ("pd", "read_pickle"), ("pandas", "read_pickle")}
+# The one file that asks which torch there is, and that takes names of torch that begin with an underscore.
+KNOWS_VERSIONS = "torch_versions.py"
+PUBLIC_ALL_THE_SAME = re.compile(r"__\w+__$|_foreach_")  # torch documents the latter
 # mpi4py's lower-case calls pickle: a rank could execute code on another, and large arrays are copied.
 PICKLING = {
     *(
@@ -157,6 +161,8 @@ def find_breaches(relative: str, source: str) -> list[str]:
     tree = ast.parse(source)
     place = _place(relative)
     found = [*_import_breaches(relative, place, tree), *_call_breaches(tree)]
+    if relative != KNOWS_VERSIONS:
+        found += _version_breaches(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             found.append(f"{node.lineno}: bare except")
@@ -337,6 +343,47 @@ def _call_breaches(tree: ast.Module) -> Iterator[str]:
             yield f"{node.value.lineno}: allow_pickle runs what it reads"
 
 
+def _version_breaches(tree: ast.Module) -> Iterator[str]:
+    """Questions about the version of torch, and names of torch that are private."""
+    bound: set[str] = set()  # names that stand for a part of torch
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None) or ""
+            for alias in node.names:
+                whole = f"{module}.{alias.name}".strip(".")
+                if not getattr(node, "level", 0) and whole.split(".")[0] == "torch":
+                    bound.add(alias.asname or (alias.name if module else "torch"))
+                    if any(_is_private(part) for part in whole.split(".")):
+                        yield f"{node.lineno}: {whole} is private to torch: {KNOWS_VERSIONS}"
+        elif node in tree.body and isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if _parts(node.value)[0] in bound:
+                bound |= {target.id for target in targets if isinstance(target, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (parts := _parts(node))[0] in bound:
+            if _is_private(node.attr):
+                yield f"{node.lineno}: {'.'.join(parts)} is private to torch: {KNOWS_VERSIONS}"
+            if parts == ["torch", "__version__"]:
+                yield f"{node.lineno}: {'.'.join(parts)} asks for torch's version: {KNOWS_VERSIONS}"
+        elif isinstance(node, ast.Call) and node.args and _parts(node.args[0])[0] in bound:
+            asks = _called(node) in ("hasattr", "signature") or (
+                _called(node) == "getattr" and len(node.args) > 2
+            )
+            if asks:
+                yield f"{node.lineno}: {ast.unparse(node)} asks what this torch has: {KNOWS_VERSIONS}"
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not PUBLIC_ALL_THE_SAME.match(name)
+
+
+def _parts(node: ast.AST) -> list[str]:
+    """["torch", "optim"] of `torch.optim`; [""] of what is no chain of names."""
+    if isinstance(node, ast.Attribute):
+        return [*_parts(node.value), node.attr]
+    return [node.id] if isinstance(node, ast.Name) else [""]
+
+
 def _is_false(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
 
@@ -391,6 +438,26 @@ def test_the_walls_stand(relative: str) -> None:
         ("__init__.py", "from mpitrain.mpi.runtime import start", "inside a function"),
         ("torch_backend.py", "import torch", "inside a function"),
         ("launch/a.py", "from mpitrain.mpi import runtime", "mpitrain.mpi"),
+        ("mpi/a.py", "import torch\nprint(torch.__version__)", "asks for torch's version"),
+        ("data/a.py", "import torch\nif hasattr(torch.optim, 'Muon'):\n    pass", "asks what this torch has"),
+        (
+            "model/a.py",
+            "from torch import optim\nfound = getattr(optim, 'Muon', None)",
+            "asks what this torch has",
+        ),
+        (
+            "training/a.py",
+            "import inspect, torch.nn as nn\ninspect.signature(nn.Linear)",
+            "asks what this torch has",
+        ),
+        (
+            "mpi/a.py",
+            "import torch.distributed as dist\ndist.distributed_c10d._world = 1",
+            "private to torch",
+        ),
+        ("mpi/a.py", "from torch.utils import _pytree", "private to torch"),
+        ("mpi/a.py", "from torch._C._distributed_c10d import Work", "private to torch"),
+        ("model/a.py", "import torch\n_T = torch.Tensor\nprint(_T._typed_storage)", "private to torch"),
         ("mpi/a.py", "def f(comm):\n    comm.send(1, 0)", "pickles"),
         ("mpi/a.py", "def f(self):\n    return self._comm.bcast(1)", "pickles"),
         ("mpi/a.py", "from mpi4py import MPI\nMPI.COMM_WORLD.allgather(1)", "pickles"),
@@ -433,6 +500,8 @@ def test_a_breach_is_found(relative: str, source: str, word: str) -> None:
             "from mpi4py import MPI\nimport torch\nfrom mpitrain.effects import Send\nimport threading",
         ),
         ("mpi/a.py", "def f(comm, engine):\n    comm.Send(1, 0)\n    engine.isend(1, 0)"),
+        ("torch_versions.py", "def f():\n    import torch\n    print(torch.__version__, torch._C)"),
+        ("model/a.py", "import torch\ntorch._foreach_add_([], 1)\nkind = getattr(torch, name)"),
         ("cli/a.py", "def f():\n    from mpitrain.job import Overrides"),
         ("training/a.py", "import torch\nfrom mpitrain.mpi import runtime\nfrom mpitrain.data import Shards"),
         ("data/a.py", "import numpy as np\nnp.load('x', allow_pickle=False)"),

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from mpitrain.checkpoint.tensor_file import DTYPES
+from mpitrain.torch_versions import dtypes
 
 _TENSOR, _PAIRS, _TUPLE, _FLOAT = "__tensor__", "__pairs__", "__tuple__", "__float__"
 _COMPLEX, _DTYPE, _DEVICE = "__complex__", "__dtype__", "__device__"
@@ -159,10 +160,10 @@ def _numpy_dtype(name: object) -> np.dtype[Any]:
 
 
 def _dtype(name: object) -> torch.dtype:
-    found = getattr(torch, _text(name), None)
-    if not isinstance(found, torch.dtype):
+    found = dtypes([_text(name)])
+    if not found:
         raise ValueError(f"{name!r:.80} is no type of torch's numbers")
-    return found
+    return next(iter(found.values()))
 
 
 _JOINS: dict[str, Callable[[Any, dict[str, torch.Tensor]], Any]] = {

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpitrain.torch_versions import dtypes
+
 # In the order of the file: tensors of the last kinds come first, those of one kind by name.
 _KINDS = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2",
@@ -22,7 +24,8 @@ _KINDS = {
     "I32": "int32", "U32": "uint32", "F32": "float32", "C64": "complex64", "F64": "float64", "I64": "int64",
     "U64": "uint64",
 }  # fmt: skip
-_NAMES = {getattr(torch, name): kind for kind, name in _KINDS.items() if hasattr(torch, name)}
+_TYPES = dtypes(_KINDS.values())
+_NAMES = {_TYPES[name]: kind for kind, name in _KINDS.items() if name in _TYPES}
 DTYPES = frozenset(_NAMES)  # that a file can hold
 _ORDER = {kind: number for number, kind in enumerate(_KINDS)}
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from mpitrain.errors import UsageError
+from mpitrain.torch_versions import NormWithStatistics
 
 COLUMNS, WORD = 1024, 8  # words in a row of a fingerprint, bytes in a word
 WAY_OUT = (
@@ -146,7 +147,7 @@ def held_alike(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
         f"{name}.{key}" if name else key
         for name, layer in module.named_modules()
         for key in layer._buffers
-        if isinstance(layer, nn.modules.batchnorm._NormBase) or key in STATISTICS
+        if isinstance(layer, NormWithStatistics) or key in STATISTICS
     }
     buffers = [(name, one) for name, one in module.named_buffers() if name not in apart]
     return [*module.named_parameters(), *buffers]

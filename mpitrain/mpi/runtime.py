@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
+from mpitrain import torch_versions
 from mpitrain.errors import UsageError
 from mpitrain.mpi import json_collectives, json_messages
 from mpitrain.mpi.allreduce_plan import Plan
@@ -32,7 +33,7 @@ from mpitrain.system.launched import rank_status
 from mpitrain.system.launched.launch_variables import node_key, why_another_job
 from mpitrain.system.launched.node_map import node_indices
 from mpitrain.system.launched.ranks import Ranks
-from mpitrain.system.saying import flush
+from mpitrain.system.saying import flush, tell
 
 # Where MPI reports no deaths: the longest wait for others at a collective, and of rank 0 for the last counts of a rank.
 PATIENCE_S, LIVING_S = 900.0, 120.0
@@ -54,6 +55,8 @@ def start() -> Runtime:
             raise UsageError(why_not)
         runtime = Runtime()
         runtime.connect()
+        if runtime.rank == 0 and (line := torch_versions.untried()):
+            tell(f"mpitrain: warning: {line}")
         _runtime = runtime
     return _runtime
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from mpitrain.data.read.batch import Batch
@@ -26,6 +25,7 @@ from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.strategies.model_parallel.sharded import Sharded
 from mpitrain.strategies.model_parallel.tensor import TensorParallel
+from mpitrain.torch_versions import ddp_buckets
 from mpitrain.training.model_parallel.loss_proxy import model_inputs
 from mpitrain.virtual.collectives import Cost
 from mpitrain.virtual.compute import BatchCourse
@@ -44,12 +44,12 @@ def gradient_buckets(
     backwards = list(reversed(range(len(parameters))))
     if not parameters:
         return []
-    found: Any = dist._compute_bucket_assignment_by_size(
+    found = ddp_buckets(
         [parameters[index] for index in backwards],
         [FIRST_BUCKET_BYTES, BUCKET_BYTES],
         [id(parameters[index]) in sparse for index in backwards],
     )
-    return [[backwards[place] for place in bucket] for bucket in found[0]]
+    return [[backwards[place] for place in bucket] for bucket in found]
 
 
 def num_bytes_of(tensors: Sequence[torch.Tensor], cast: torch.dtype | None = None) -> int:

@@ -21,6 +21,7 @@ from torch import nn
 from mpitrain.devices.draws import generators
 from mpitrain.system.draws import LOCK
 from mpitrain.system.saying import tell
+from mpitrain.torch_versions import AnyDropout
 
 
 class Draws:
@@ -75,7 +76,7 @@ def _share(layer: nn.Module) -> float | None:
     """Of what the layer drops, or otherwise changes at random, in training; None of a layer that never does."""
     if isinstance(layer, nn.RReLU):
         return float(layer.upper - layer.lower)
-    if isinstance(layer, nn.modules.dropout._DropoutNd):
+    if isinstance(layer, AnyDropout):
         return float(layer.p)
     if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
         return float(layer.dropout)

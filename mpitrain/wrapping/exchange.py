@@ -25,6 +25,7 @@ from mpitrain.codecs.base import Codec
 from mpitrain.codecs.none import Uncompressed
 from mpitrain.errors import UsageError
 from mpitrain.model.gradient.loss_pass import LossPass, name_itself
+from mpitrain.torch_versions import will_be_reached
 from mpitrain.training.synchronous.codec_hooks import reattach
 from mpitrain.training.synchronous.ddp import attach, data_parallel
 
@@ -104,7 +105,7 @@ class Exchange:
 
     def _begin(self) -> None:
         everything = range(len(self._trained))
-        reached = {n for n in everything if torch._C._will_engine_execute_node(self._trained[n][2])}
+        reached = {n for n in everything if will_be_reached(self._trained[n][2])}
         if self.find_unused is None:
             left_out = torch.tensor([len(reached) < len(everything)], dtype=torch.int64)
             if dist.get_world_size() > 1:

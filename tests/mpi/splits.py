@@ -53,6 +53,9 @@ def weighted_loss(model, batch):
     ).sum(), weights.sum()
 
 
+HAS_MUON = hasattr(torch.optim, "Muon")  # from torch 2.9 on
+
+
 def muon(parameters):
     """torch's, of the matrices among them."""
     return torch.optim.Muon([one for one in parameters if one.ndim == 2], lr=0.01)
@@ -170,7 +173,7 @@ RUNS = {
         "no-plan": (T(), {"tensor_plan": {}}),
         "wrong-plan": (T(), {"tensor_plan": {"layers.*": "row"}}),
         "odd-plan": (T(), {"tensor_plan": {"first": "row"}}),
-        "muon-sharded": (S(), {"batch_size": BATCH // 2, "optimizer": muon}),
+        **({"muon-sharded": (S(), {"batch_size": BATCH // 2, "optimizer": muon})} if HAS_MUON else {}),
         "norm-plan": (T(), {"tensor_plan": {"norm": "row"}}),
     },
     4: {

@@ -8,6 +8,7 @@ import signal
 import sys
 
 import pytest
+import torch
 
 import mpitrain as mt
 from mpitrain.reporting import mllog
@@ -109,6 +110,12 @@ def test_what_breaks_in_a_way_of_its_own_is_told_once_and_ends_nothing(
     monkeypatch.setattr(*broken, failing)
     is_whole(train(path, log="csv,mllog"), path)
     assert capfd.readouterr().err.count(f"{told} cannot be written (KeyError") == 1
+
+
+def test_a_torch_that_was_never_tried_is_told_once_and_ends_nothing(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    is_whole(train(tmp_path / "run"), tmp_path / "run")
+    assert capfd.readouterr().err.count("torch 2.99.0 is newer than any that mpitrain was tried with") == 1
 
 
 def test_a_trace_that_cannot_be_written_is_told_and_the_simulation_has_its_result(

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import types
 from functools import partial
 
 import pytest
@@ -201,6 +203,14 @@ def test_without_torchao_the_way_out_is_said(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"pip install mpitrain\[int8\]"):
         mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job)
     assert mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job, form="fp16").layers
+
+
+def test_a_torchao_that_does_not_go_with_this_torch_is_not_called_absent(tmp_path, monkeypatch):
+    job = trained(tmp_path)
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "torchao" or None)
+    with pytest.raises(UsageError, match=rf"does not go with torch {re.escape(torch.__version__)}.*--fp16"):
+        mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job)
 
 
 def test_the_command_writes_once_and_prints_what_it_has_measured(tmp_path, capsys):

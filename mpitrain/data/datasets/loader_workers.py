@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
-from torch.utils.data import _utils
 
 from mpitrain.data.datasets.collate import describe
 from mpitrain.data.read.batch import Batch
 from mpitrain.errors import DataError, MpitrainError, UsageError
+from mpitrain.torch_versions import be_loader_worker
 
 ALIVE_S = 1.0  # how often a process looks whether its rank still lives
 END_S = 5.0  # to end by itself
@@ -203,9 +203,7 @@ def work(
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     torch.set_num_threads(1)
     dataset: Any = getattr(getattr(load, "load", load), "dataset", None)
-    _utils.worker._worker_info = _utils.worker.WorkerInfo(  # what torch's get_worker_info() returns
-        id=number, num_workers=num_workers, seed=seed + number, dataset=dataset
-    )
+    be_loader_worker({"id": number, "num_workers": num_workers, "seed": seed + number, "dataset": dataset})
     failed = ""
     try:
         if worker_init_fn is not None:

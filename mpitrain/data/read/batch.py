@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from mpitrain.data.format.catalogue import OFFSETS
 from mpitrain.errors import DataError, UsageError
+from mpitrain.torch_versions import pytree
 
 Batch = Any
 NAMES = ("x", "y")

@@ -8,23 +8,22 @@ never needs the compiler.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
 
-# What torch's mark calls once it is known. Where a torch has no such thing, this file changes nothing.
-KNOWN = "__dynamo_disable"
+from mpitrain.torch_versions import UNCOMPILED as KNOWN
+from mpitrain.torch_versions import behind_mark, has_compiler
 
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
     """Optimizers made in this block call `add_param_group` as it is, where the compiler has not been imported yet;
     behind the block torch is as it was."""
-    add: Any = getattr(Optimizer.add_param_group, "__wrapped__", None)
-    if add is None or "torch._dynamo" in sys.modules or hasattr(add, KNOWN):
+    add = behind_mark(Optimizer.add_param_group)
+    if add is None or has_compiler() or hasattr(add, KNOWN):
         yield
         return
 

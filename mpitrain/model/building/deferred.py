@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from mpitrain import torch_versions
+
+tree_leaves, tree_map = torch_versions.pytree.tree_leaves, torch_versions.pytree.tree_map
+schema_of = torch_versions.schema_of
 SMALL = 1024  # numbers; tensors with fewer are made at once
 
 _T: Any = torch.Tensor
@@ -40,7 +42,7 @@ _READINGS = {
 }  # fmt: skip
 # These return what shares memory with a tensor, or serialises it.
 _EXPOSURES = {
-    _T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.storage, _T._typed_storage, _T.__dlpack__,
+    _T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.storage, torch_versions.typed_storage(), _T.__dlpack__,
     _T.share_memory_, _T.pin_memory, _T.__reduce_ex__,
 }  # fmt: skip
 # They draw as many numbers whatever their arguments hold.
@@ -216,12 +218,12 @@ class Deferred:
         """One of torch's operations, of which its functions consist."""
         if self._paused:
             return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with torch_versions.DisableTorchFunction():
             given = list(_tensors((args, kwargs)))
             beside = self._within and kwargs.get("device") == _NOWHERE  # torch's own, beside one of ours
             if beside or any(self.holds(tensor) for tensor in given):
                 return self._record(func, args, kwargs)
-            named = {argument.name for argument in func._schema.arguments}
+            named = {argument.name for argument in schema_of(func).arguments}
             if given or "device" not in named or torch.device(kwargs.get("device") or _HOST) != _HOST:
                 self._num_written += any(True for _ in _written(func, args, kwargs))
                 return func(*args, **kwargs)
@@ -263,8 +265,8 @@ class Deferred:
             return  # a view
         state, generator = None, kwargs.get("generator")
         if torch.Tag.nondeterministic_seeded in func.tags:
-            name = func._schema.name.partition("::")[2]
-            by_shape = name in _DRAW_BY_SHAPE or func._overloadname == "float"  # bernoulli_
+            name = schema_of(func).name.partition("::")[2]
+            by_shape = name in _DRAW_BY_SHAPE or schema_of(func).overload_name == "float"  # bernoulli_
             if not by_shape and used.keys() - changed:
                 raise CannotDefer(f"its constructor draws by the numbers of a large tensor ({func})")
             state = torch.get_rng_state() if generator is None else generator.get_state()
@@ -293,7 +295,7 @@ class Deferred:
             whole = torch.empty(0, dtype=value.dtype).set_(self._scratch.untyped_storage())
             return whole.as_strided(*_place(value))
 
-        name = func._schema.name.partition("::")[2]
+        name = schema_of(func).name.partition("::")[2]
         if name in _AS_FILLED:
             _AS_FILLED[name](scratch(made), generator=kwargs.get("generator"))
         else:
@@ -391,7 +393,7 @@ class Deferred:
             storages[view.key] = there.untyped_storage()
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(torch_versions.TorchDispatchMode):
     def __init__(self, deferred: Deferred):
         super().__init__()
         self._deferred = deferred
@@ -434,7 +436,7 @@ def _alive() -> Iterator[torch.Tensor]:
 
 def _become(tensor: torch.Tensor, real: torch.Tensor) -> None:
     real.requires_grad_(tensor.requires_grad)
-    torch._C._swap_tensor_impl(tensor, real)
+    torch_versions.swap_tensors(tensor, real)
 
 
 def _tensors(tree: object) -> Iterator[torch.Tensor]:
@@ -491,6 +493,6 @@ def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors among the arguments that `func` changes."""
-    for number, argument in enumerate(func._schema.arguments):
+    for number, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from _tensors(args[number] if number < len(args) else kwargs.get(argument.name))

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from mpitrain.torch_versions import BatchNorm
 
 
 class Statistics(NamedTuple):
@@ -33,7 +34,7 @@ def sync_batchnorm(module: nn.Module) -> None:
     """Let the BatchNorm layers in `module`, if there are any, normalize over the batches of all ranks of the default
     group; where there is none, and on a single rank, they stay what they are."""
     for layer in module.modules():
-        if isinstance(layer, _BatchNorm):
+        if isinstance(layer, BatchNorm):
             kind: Any = type(layer)
             layer.__class__ = _synchronized(kind)
 
@@ -42,7 +43,7 @@ def count_batch(module: nn.Module, counts: bool) -> None:
     """Whether the samples of the batch to come are this rank's share of the step. A rank that has no batch left
     computes one that is not, since the others wait for it."""
     for layer in module.modules():
-        if isinstance(layer, _BatchNorm):
+        if isinstance(layer, BatchNorm):
             vars(layer)["_counts"] = counts
 
 

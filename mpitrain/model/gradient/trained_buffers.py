@@ -7,7 +7,8 @@ the statistics of its batch; all others may be (a spectral norm's vectors, a cod
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from mpitrain.torch_versions import NormWithStatistics
 
 
 def trained_buffers(module: nn.Module) -> list[str]:
@@ -15,7 +16,7 @@ def trained_buffers(module: nn.Module) -> list[str]:
     return [
         f"{prefix}{'.' if prefix else ''}{name}"
         for prefix, one in module.named_modules()
-        if not isinstance(one, _NormBase)
+        if not isinstance(one, NormWithStatistics)
         for name, buffer in one.named_buffers(recurse=False)
         if buffer is not None
     ]

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from mpitrain.errors import UsageError
+from mpitrain.torch_versions import global_step_hooks
 
 _WAY_OUT = 'use optimizer="worker", under which the whole step is taken on the worker'
 
@@ -32,11 +32,11 @@ class StepHooks:
 
     @property
     def _before(self) -> list[Callable[..., Any]]:
-        return [*torch_optimizer._global_optimizer_pre_hooks.values(), *self._own("pre")]
+        return [*global_step_hooks()[0].values(), *self._own("pre")]
 
     @property
     def _after(self) -> list[Callable[..., Any]]:
-        return [*self._own("post"), *torch_optimizer._global_optimizer_post_hooks.values()]
+        return [*self._own("post"), *global_step_hooks()[1].values()]
 
     def _own(self, when: str) -> list[Callable[..., Any]]:
         return list(getattr(self.optimizer, f"_optimizer_step_{when}_hooks", {}).values())
@@ -96,10 +96,7 @@ def _name(hook: Callable[..., object]) -> str:
 @contextlib.contextmanager
 def without_global_hooks() -> Iterator[None]:
     """A server's step: hooks are the workers' affair, and a slice of the parameters is not what they expect."""
-    registries: tuple[dict[int, Any], ...] = (
-        torch_optimizer._global_optimizer_pre_hooks,
-        torch_optimizer._global_optimizer_post_hooks,
-    )
+    registries = global_step_hooks()
     if not any(registries):
         yield
         return
@@ -134,7 +131,7 @@ def check_whole(optimizer: Optimizer, strategy: str) -> None:
         UsageError: there is one; its gradients would not be those of the model, nor their norm the model's.
     """
     hooks = [
-        *torch_optimizer._global_optimizer_pre_hooks.values(),
+        *global_step_hooks()[0].values(),
         *optimizer._optimizer_step_pre_hooks.values(),
     ]
     if hooks:

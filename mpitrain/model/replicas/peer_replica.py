@@ -29,6 +29,7 @@ from mpitrain.model.wire.flat import FlatModel, all_finite
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.system import trace
+from mpitrain.torch_versions import pytree
 
 
 class PeerReplica:
@@ -277,7 +278,7 @@ class PeerReplica:
 
     def state(self) -> dict[str, Any]:
         """Parameters, optimizer state, residual, buffers, and in gossip the copies of others; all copied."""
-        optimizer = torch.utils._pytree.tree_map(
+        optimizer = pytree.tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self._rates.state()
         )
         encoder = self.encoder.state() if self.encoder is not None else {}

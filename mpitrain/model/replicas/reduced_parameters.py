@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.recipe import UpdateRule
 from mpitrain.system import trace
+from mpitrain.torch_versions import pytree
 
 
 class ReducedParameters:
@@ -99,7 +100,7 @@ class ReducedParameters:
         held = {
             "parameters": [parameter.detach() for parameter in self.parameters], "optimizer": saved,
         }  # fmt: skip
-        copied: dict[str, Any] = torch.utils._pytree.tree_map(
+        copied: dict[str, Any] = pytree.tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, held
         )
         return copied

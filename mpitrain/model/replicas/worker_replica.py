@@ -22,6 +22,7 @@ from mpitrain.model.wire.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.wire.flat import FlatModel, all_finite
 from mpitrain.model.wire.push_codec import PushCoder
 from mpitrain.model.wire.reply_codec import ReplyReader
+from mpitrain.torch_versions import pytree
 
 
 class Gradient(NamedTuple):
@@ -284,6 +285,4 @@ class Replica:
 
 
 def _copied(tree: object) -> Any:
-    return torch.utils._pytree.tree_map(
-        lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree
-    )
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)

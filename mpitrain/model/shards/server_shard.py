@@ -35,6 +35,7 @@ from mpitrain.model.wire.reply_codec import ReplyCoder
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.parameter_server.asynchronous import Async
 from mpitrain.strategies.schedules import Pace
+from mpitrain.torch_versions import pytree
 
 
 class ShardStore:
@@ -335,7 +336,7 @@ class ShardStore:
 
     def state(self) -> dict[str, Any]:
         """Parameters, optimizer state and the correction's memory as the last update left them; tensors are copies."""
-        copied = torch.utils._pytree.tree_map(
+        copied = pytree.tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self._rates.state()
         )
         correction = self.correction.state() if self.correction else {}

@@ -11,13 +11,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import ErrorType
 
 from mpitrain.devices import accelerator
 from mpitrain.mpi.faults.errors import is_dead_peer
 from mpitrain.mpi.process_group.base import GroupBase
 from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.torch_backend import BACKEND
+from mpitrain.torch_versions import ErrorType
 
 NO_RECONFIGURE = (
     f'the backend "{BACKEND}" makes no group anew after a death (enable_reconfigure): start the job again from its last'

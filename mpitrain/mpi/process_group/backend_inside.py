@@ -17,15 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from mpitrain.torch_backend import BACKEND
+from mpitrain.torch_versions import c10d_in_cpp as c10d
+from mpitrain.torch_versions import knows_python_backends, num_dispatch_modes
 
-# Before 2.14 torch asks nothing of a backend of C++, and none can be written in Python.
-IS_KNOWN = hasattr(dist.ProcessGroup, "supports_reconfigure")
+IS_KNOWN = knows_python_backends()
 _CUSTOM = dist.ProcessGroup.BackendType.CUSTOM
 _road = threading.local()  # `is_inside`: torch's road has come to a group; `work`: what that has begun
-_num_modes = torch._C._len_torch_dispatch_stack
 
 # What C++ calls a collective, and the group's older names for it.
 _OPERATIONS: dict[str, tuple[str, ...]] = {
@@ -96,12 +95,12 @@ def let_torch_see(kind: type[Any]) -> None:
         ) in others:  # C++ has them lead to the newer ones, and would take one for another method than `name`
             owner = next(base for base in kind.__mro__ if older in vars(base))
             delattr(owner, older)
-    _Inside.allreduce_sparse = _Inside.allreduce  # type: ignore[attr-defined]
+    _Inside.allreduce_sparse = _Inside.allreduce
     for name, own_name in _ASKED.items():
         setattr(_Inside, name, _forwarded(own_name))
     for name in ("register_pre_hook", "register_post_hook"):
         setattr(kind, name, _registering(name))
-    for hook in (c10d.FlightRecorderHook, c10d.NanCheckHook):  # type: ignore[attr-defined]
+    for hook in (c10d.FlightRecorderHook, c10d.NanCheckHook):
         hook.attach = staticmethod(
             _attaching(hook.attach, kind)
         )  # C++ tells a group of its hooks, not Python
@@ -111,7 +110,7 @@ def _seen(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     theirs = getattr(dist.ProcessGroup, name)
 
     def method(self: Any, *arguments: Any, **named: Any) -> Any:
-        if not (_num_modes() or self._is_observed) or getattr(_road, "is_inside", False):
+        if not (num_dispatch_modes() or self._is_observed) or getattr(_road, "is_inside", False):
             return own(self, *arguments, **named)
         _road.work = None
         work = theirs(self, *arguments, **named)

@@ -29,6 +29,7 @@ from mpitrain.mpi.process_group import algorithm_choice, profiled
 from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.mpi.runtime import Runtime
 from mpitrain.system import background, trace
+from mpitrain.torch_versions import internal_overlap
 
 MOVE_TAG = 4  # on a group's communicator
 MEETING_TAG = 3  # on the world's communicator, whose other messages have other tags
@@ -384,7 +385,7 @@ def check_writable(name: str, tensors: Any) -> None:
     if not isinstance(tensors, torch.Tensor):
         for each in tensors:
             check_writable(name, each)
-    elif not tensors.is_sparse and torch._debug_has_internal_overlap(tensors) == 1:
+    elif not tensors.is_sparse and internal_overlap(tensors) == 1:
         raise ValueError(
             f"{name} cannot write a tensor of shape {tuple(tensors.shape)} and strides {tensors.stride()}, of which"
             " several elements lie in one place; give it a copy (.contiguous())"

@@ -8,7 +8,6 @@ lie on a device of theirs. A call without a tensor (a barrier that names no devi
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from mpitrain.mpi.operation import Op
 from mpitrain.mpi.process_group.process_group import MpiProcessGroup, creating
 from mpitrain.torch_backend import BACKEND, devices_of
+from mpitrain.torch_versions import forget_group, set_name
 
 _BY_DEVICE = (
     "broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "allgather_coalesced",
@@ -108,24 +108,11 @@ def make(
     others, _ = helper(size, rank, ranks, dist.Backend(theirs), store, f"{name}/others", **options)
     if others is dist.GroupMember.NON_GROUP_MEMBER:
         return others, None
-    _forget(others)
+    forget_group(others)
     our_types = frozenset(kind for kind, each in asked.items() if each == BACKEND)
     with creating(MixedGroup):
         options.pop("device_id", None)
         group, prefixed = helper(size, rank, ranks, dist.Backend(BACKEND), store, name, **options)
     group.use(others, our_types)
-    world = dist.distributed_c10d._world
-    world.pg_map[group] = (dist.Backend(backend), prefixed)
-    world.pg_backend_config[group] = str(dist.distributed_c10d.BackendConfig(dist.Backend(backend)))
+    set_name(group, backend)
     return group, prefixed
-
-
-def _forget(group: dist.ProcessGroup) -> None:
-    """Take a group off torch's lists: it is a part of another one, which ends it."""
-    world: Any = dist.distributed_c10d._world
-    for table in (world.pg_map, world.pg_names, world.pg_backend_config):
-        del table[group]
-    for tag in {"", world.pg_to_tag.pop(group)}:
-        with contextlib.suppress(KeyError, ValueError):
-            world.tags_to_pg[tag].remove(group)
-    dist.distributed_c10d._unregister_process_group(group.group_name)

@@ -27,6 +27,7 @@ from mpitrain.mpi.process_group.shared_store import SharedStore, connecting, ser
 from mpitrain.mpi.runtime import Runtime, start, start_part, started
 from mpitrain.system.interrupts import whole
 from mpitrain.torch_backend import BACKEND
+from mpitrain.torch_versions import innermost_store, name_and_store, set_store
 
 _kept: SharedStore | None = None  # torch's C++ holds the half of it that is C++'s own
 
@@ -131,13 +132,11 @@ def share_store() -> None:
     of other backends meet there. Collective, where each rank's store was its own."""
     if not dist.is_initialized() or not isinstance(dist.group.WORLD, MpiProcessGroup):
         return
-    groups = dist.distributed_c10d._world.pg_map
-    backend, store = groups[dist.group.WORLD]
-    inner = store._underlying_non_prefix_store  # type: ignore[attr-defined]
+    inner = innermost_store(name_and_store(dist.group.WORLD)[1])
     if isinstance(inner, SharedStore):
-        groups[dist.group.WORLD] = backend, dist.PrefixStore("default_pg", inner.connected())
+        set_store(dist.group.WORLD, dist.PrefixStore("default_pg", inner.connected()))
     elif isinstance(inner, dist.HashStore):
-        groups[dist.group.WORLD] = backend, dist.PrefixStore("mpitrain", _serve_store(start()))
+        set_store(dist.group.WORLD, dist.PrefixStore("mpitrain", _serve_store(start())))
 
 
 def _export_ranks(runtime: Runtime) -> None:
@@ -193,7 +192,7 @@ def _members_of_a_part(options: Any) -> list[int]:
     if options.global_ranks_in_group or options.group_size >= size:
         return []
     store, timeout = options.store, options.timeout
-    if isinstance(getattr(store, "_underlying_non_prefix_store", store), dist.HashStore):
+    if isinstance(innermost_store(store), dist.HashStore):
         if runtime is not None and len(runtime.torch_ranks) == options.group_size:
             return [*runtime.torch_ranks]  # `init_default_group` has named them
         raise UsageError(_no_meeting(options.group_size))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mpitrain import torch_versions
 from mpitrain.torch_backend import BACKEND
 
 _NO_SPAN = contextlib.nullcontext()
@@ -24,8 +25,7 @@ _NAMES = {  # torch's for them
     "all_gather_single": "all_gather", "reduce_scatter_single": "reduce_scatter",
 }  # fmt: skip
 _ending = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mpitrain-profile")
-_autograd: Any = torch._C._autograd
-is_on = torch.autograd._profiler_enabled
+is_on, _begin, _end = torch_versions.profiler()
 
 
 def waiting() -> contextlib.AbstractContextManager[Any]:
@@ -40,9 +40,7 @@ def begin(name: str, inputs: Any) -> Any:
     profiles."""
     if not is_on():
         return None
-    return _autograd._record_function_with_args_enter(
-        f"{BACKEND}:{_NAMES.get(name, name)}", *_tensors(inputs)
-    )
+    return _begin(f"{BACKEND}:{_NAMES.get(name, name)}", *_tensors(inputs))
 
 
 def end(span: object) -> None:
@@ -50,9 +48,9 @@ def end(span: object) -> None:
     if span is None:
         return
     try:
-        _ending.submit(_autograd._record_function_with_args_exit, span).result()
+        _ending.submit(_end, span).result()
     except RuntimeError:  # the interpreter is shutting down
-        _autograd._record_function_with_args_exit(span)
+        _end(span)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

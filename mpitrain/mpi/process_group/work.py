@@ -1,6 +1,6 @@
 """What a collective returns at once: torch's Work, on an Op of the engine.
 
-Two traps of torch 2.13 make this file. Its own wrapper of a future as a Work loses errors (`wait()` returns True) and
+Two traps of torch make this file. Its own wrapper of a future as a Work loses errors (`wait()` returns True) and
 refuses a timeout, so the Work is ours. And `Future.set_exception` only stores the exception as the *value*: DDP, which
 reads the future in C++, takes it for a tensor and crashes. Only a callback that raises makes a future that has failed
 for C++ too, so the exception goes through one.
@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
+from torch.distributed import Work
 from torch.futures import Future
 
 from mpitrain.devices.accelerator import is_on_device

@@ -18,6 +18,7 @@ from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.gradient.loss import read_loss
 from mpitrain.model.gradient.user_code import Checked
+from mpitrain.torch_versions import pytree
 
 HOWS = ("probabilities", "outputs", "votes")
 TIE_BREAK = 1e-3  # share of the mean probability in what votes give
@@ -89,13 +90,14 @@ def _home(arguments: object, named: object) -> torch.device | None:
 
 
 def _moved(tree: Any, device: Any) -> Any:
-    return torch.utils._pytree.tree_map(
+    return pytree.tree_map(
         lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) and device is not None else leaf, tree
     )
 
 
 def _leaves(tree: object) -> list[Any]:
-    return torch.utils._pytree.tree_leaves(tree)
+    found: list[Any] = pytree.tree_leaves(tree)
+    return found
 
 
 def combine(answers: Sequence[Any], weights: Sequence[float], how: str, class_dim: int | None) -> Any:
@@ -103,9 +105,9 @@ def combine(answers: Sequence[Any], weights: Sequence[float], how: str, class_di
     if not torch.jit.is_tracing():  # which would take the shapes for data
         _check_alike(answers)
     if how == "outputs":
-        flat = [torch.utils._pytree.tree_flatten(one) for one in answers]
+        flat = [pytree.tree_flatten(one) for one in answers]
         means = [_mean(those, weights) for those in zip(*(leaves for leaves, _ in flat), strict=True)]
-        return torch.utils._pytree.tree_unflatten(means, flat[0][1])
+        return pytree.tree_unflatten(means, flat[0][1])
     assert class_dim is not None
     logs = [torch.log_softmax(one.float(), class_dim) for one in answers]
     logged = [math.log(weight) if weight else -math.inf for weight in weights]

@@ -21,6 +21,7 @@ from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.gradient.user_code import Checked
 from mpitrain.reporting.targets import Choice
+from mpitrain.torch_versions import BatchNorm
 from mpitrain.training.resuming.initial_weights import MOST_NAMES
 from mpitrain.training.validations.validation import LEAST_BATCH
 
@@ -83,7 +84,7 @@ def _measure_statistics(job: Job, module: nn.Module) -> None:
     """Take the running statistics of batch normalization anew, as means over the training data."""
     layers = [
         one for one in module.modules()
-        if isinstance(one, nn.modules.batchnorm._BatchNorm) and one.track_running_stats
+        if isinstance(one, BatchNorm) and one.track_running_stats
     ]  # fmt: skip
     if not layers:
         return

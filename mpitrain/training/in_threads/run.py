@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import importlib
 import inspect
 import os
 import queue
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain import torch_versions
 from mpitrain.errors import AgreedError, MpitrainError, UsageError
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.job.asked import check
@@ -82,9 +82,9 @@ class ThreadRun:
             AgreedError: the input is wrong; it was said which and why.
             BaseException: the first failure of a rank, or the interrupt.
         """
-        # Its modules import one another in circles, which several threads at once would enter from several sides. Every
-        # optimizer needs it to step.
-        importlib.import_module("torch._dynamo")
+        if line := torch_versions.untried():
+            tell(f"mpitrain: warning: {line}")
+        torch_versions.import_compiler()  # every optimizer needs it to step
         before = torch.get_num_threads()
         self.threads_each = max(1, before // self.num_threads)
         torch.set_num_threads(self.threads_each)  # of threads that start from here on

@@ -8,7 +8,6 @@ it spends in waiting for the schedule's messages; what travels while it computes
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
 from typing import Any
@@ -31,6 +30,7 @@ from mpitrain.reporting.targets import LOSS
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.system import trace
+from mpitrain.torch_versions import make_schedule, without_outputs
 from mpitrain.training.measure import build_optimizer
 from mpitrain.training.model_parallel.base import SplitStepper, compare_parameters, device_mesh, grid_of
 from mpitrain.training.model_parallel.layers import Layers, build_by_layers
@@ -176,8 +176,7 @@ class PipelineStepper(SplitStepper):
         options: dict[str, Any] = (
             {"target": torch.arange(num_microbatches), "losses": losses} if self.reports_loss else {}
         )
-        if "return_outputs" in inspect.signature(schedule.step).parameters:
-            options["return_outputs"] = False
+        options |= without_outputs(schedule)
         began_s, waited_s = time.monotonic(), engine.waited_s
         schedule.step(*(inputs or ()), **options)
         waited_s = engine.waited_s - waited_s
@@ -214,7 +213,9 @@ class PipelineStepper(SplitStepper):
             kind = SCHEDULES[
                 self.strategy.schedule if num_microbatches == self.strategy.microbatches else "gpipe"
             ]
-            self.schedules[num_microbatches, count] = kind(stage, num_microbatches, loss_fn=self._loss)
+            self.schedules[num_microbatches, count] = make_schedule(
+                kind, stage, num_microbatches, loss_fn=self._loss
+            )
         return self.schedules[num_microbatches, count]
 
     def _loss(self, output: object, index: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mpitrain.model.optimizers.optimizer import Rates
+from mpitrain.torch_versions import pytree
 
 
 def whole_tensor(tensor: Any) -> torch.Tensor:
@@ -46,7 +47,7 @@ def take_shards(module: nn.Module, rates: Rates) -> dict[str, Any]:
     ]
     return {
         "module": {name: local(tensor) for name, tensor in module.state_dict().items()},
-        "optimizer": torch.utils._pytree.tree_map(local, kept),
+        "optimizer": pytree.tree_map(local, kept),
         "held": held,
     }
 

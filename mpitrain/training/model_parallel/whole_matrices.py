@@ -8,13 +8,14 @@ matrices that do not divide.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from mpitrain.errors import UsageError
+from mpitrain.torch_versions import is_muon, muon_iteration, set_muon_iteration
 
 
 def check_muon(optimizer: torch.optim.Optimizer) -> None:
@@ -25,7 +26,7 @@ def check_muon(optimizer: torch.optim.Optimizer) -> None:
     """
     if is_muon(optimizer) and muon_iteration() is None:
         raise UsageError(
-            f"Muon of torch {torch.__version__} cannot be kept to whole matrices where each rank holds slices; use "
+            "Muon of torch {full_version()} cannot be kept to whole matrices where each rank holds slices; use "
             "allreduce(), or another optimizer"
         )
 
@@ -51,24 +52,3 @@ def whole_matrices(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         set_muon_iteration(torchs)
-
-
-# ---- torch's Muon: its iteration is a private function, which other versions than 2.13 may have elsewhere.
-
-_MUON_ITERATION = "_zeropower_via_newtonschulz"
-
-
-def is_muon(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this is torch's Muon."""
-    return isinstance(optimizer, torch.optim.Muon)
-
-
-def muon_iteration() -> Callable[..., Any] | None:
-    """What orthogonalises a matrix for Muon; None where this torch does not have it where it is looked for."""
-    found: Callable[..., Any] | None = getattr(getattr(torch.optim, "_muon", None), _MUON_ITERATION, None)
-    return found
-
-
-def set_muon_iteration(iteration: Callable[..., Any]) -> None:
-    """Put another function in its place."""
-    setattr(torch.optim._muon, _MUON_ITERATION, iteration)

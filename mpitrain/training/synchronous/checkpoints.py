@@ -20,6 +20,7 @@ from mpitrain.checkpoint import Checkpoint, CheckpointWriter
 from mpitrain.strategies.checkpoint_policy import Cadence
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.part_names import own_part
+from mpitrain.torch_versions import pytree
 from mpitrain.training import signals
 from mpitrain.training.resuming.resume import (
     about_run,
@@ -211,6 +212,6 @@ def _never() -> bool:
 
 def copied(tree: object) -> Any:
     """A state tree with its tensors copied, in host memory."""
-    return torch.utils._pytree.tree_map(
+    return pytree.tree_map(
         lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, tree
     )

@@ -22,6 +22,7 @@ from torch import nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from mpitrain import torch_versions
 from mpitrain.codecs import Encoder, Field, Layout, Part, add_message
 from mpitrain.codecs.base import Codec
 from mpitrain.devices import accelerator
@@ -31,8 +32,7 @@ from mpitrain.model.recipe import GradientRule
 from mpitrain.model.wire.codec_registry import make_encoder, merge_states
 from mpitrain.system import trace
 
-# torch 2.13 renamed it and warns at the old name
-_allgather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_allgather = torch_versions.all_gather_single()
 
 
 class CodecHook:

@@ -6,7 +6,6 @@ Invariants: all ranks share the module already, so DDP sends nothing when it is 
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from mpitrain.model.gradient.loss_pass import LossPass
 from mpitrain.model.gradient.user_code import unused_parameters
 from mpitrain.model.recipe import GradientRule
 from mpitrain.strategies.features import UNUSED_IN_PARTS
+from mpitrain.torch_versions import without_sync_of_buffers
 from mpitrain.training.synchronous.codec_hooks import CodecHook, attach_codec, reattach
 from mpitrain.training.watchdog.emergency import KeptBuffers
 
@@ -38,9 +38,7 @@ def data_parallel(
     """DDP over `group` (default: all ranks) around a module that its ranks already share. Running statistics
     stay the validator's own: they are not used while training, so broadcasting them every step, torch's
     default, buys nothing. `find_unused`: the loss may leave parameters out."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    renamed = "forward_sync_buffers" in known  # in torch 2.13
-    off: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    off: dict[str, Any] = without_sync_of_buffers()
     return DistributedDataParallel(
         module,
         process_group=group,

@@ -11,6 +11,7 @@ is whole.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
 import logging
 import statistics
@@ -30,6 +31,7 @@ from mpitrain.model.gradient.user_code import Checked
 from mpitrain.reporting.report import writing
 from mpitrain.system.files.atomic import check_new, durably_replaced
 from mpitrain.system.interrupts import interruptible
+from mpitrain.torch_versions import full_version, pytree
 from mpitrain.training.ensembles.saved import model_bytes
 from mpitrain.training.trained.export_formats import FORMATS, check_installed, write_format
 from mpitrain.training.trained_model import FILES, load_with_job
@@ -149,7 +151,7 @@ def _halved(module: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def _cast(tree: object, before: torch.dtype, after: torch.dtype) -> Any:
-    return torch.utils._pytree.tree_map(
+    return pytree.tree_map(
         lambda leaf: leaf.to(after) if isinstance(leaf, torch.Tensor) and leaf.dtype is before else leaf, tree
     )
 
@@ -232,10 +234,12 @@ def _import_torchao() -> Any:
     logging.disable(logging.WARNING)  # it notes every kernel for GPUs that this host cannot load
     try:
         import torchao.quantization
-    except ImportError:
-        raise UsageError(
-            "int8 is made by torchao, which is not installed: pip install mpitrain[int8]"
-        ) from None
+    except ImportError as error:
+        if importlib.util.find_spec("torchao") is None:
+            why = "which is not installed: pip install mpitrain[int8]"
+        else:
+            why = f"which does not go with torch {full_version()} ({error}): install a newer torch, or use --fp16"
+        raise UsageError(f"int8 is made by torchao, {why}") from None
     finally:
         logging.disable(disabled)
     return torchao.quantization
@@ -268,7 +272,7 @@ def _largest(job: Job, module: nn.Module, names: list[str]) -> dict[str, tuple[f
 
 def _program(module: nn.Module, arguments: tuple[object, ...]) -> torch.export.ExportedProgram:
     """The module's forward pass for any number of samples."""
-    shapes = torch.utils._pytree.tree_map(
+    shapes = pytree.tree_map(
         lambda leaf: {0: torch.export.Dim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.dim() else None,
         arguments,
     )

@@ -20,6 +20,7 @@ from torch import nn
 from mpitrain.errors import UsageError
 from mpitrain.reporting.report import writing
 from mpitrain.system.files.atomic import durably_replaced
+from mpitrain.torch_versions import pytree
 
 FORMATS = ("torchscript", "onnx")
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -72,14 +73,10 @@ def write_format(
 
 def _shorter(arguments: tuple[object, ...]) -> tuple[Any, ...]:
     """Of the first sample alone: what was traced may hold the size of its batch."""
-    leaves = [
-        one
-        for one in torch.utils._pytree.tree_leaves(arguments)
-        if isinstance(one, torch.Tensor) and one.dim()
-    ]
+    leaves = [one for one in pytree.tree_leaves(arguments) if isinstance(one, torch.Tensor) and one.dim()]
     size = len(leaves[0]) if leaves else 0
     return tuple(
-        torch.utils._pytree.tree_map(
+        pytree.tree_map(
             lambda one: one[:1] if isinstance(one, torch.Tensor) and one.dim() and len(one) == size else one,
             arguments,
         )
@@ -89,13 +86,13 @@ def _shorter(arguments: tuple[object, ...]) -> tuple[Any, ...]:
 @torch.inference_mode()
 def _difference(module: nn.Module, kept: Callable[..., Any], arguments: tuple[object, ...]) -> str:
     """How the answers differ, in words; empty where they do not, or where those of the model itself do."""
-    expected, again = (torch.utils._pytree.tree_leaves(module(*arguments)) for _ in range(2))
+    expected, again = (pytree.tree_leaves(module(*arguments)) for _ in range(2))
     draws = any(
         isinstance(one, torch.Tensor) and not torch.equal(one, two) for one, two in zip(expected, again)
     )
     size = next((len(one) for one in arguments if isinstance(one, torch.Tensor) and one.dim()), 0)
     try:
-        found = torch.utils._pytree.tree_leaves(kept(*arguments))
+        found = pytree.tree_leaves(kept(*arguments))
     except Exception as error:  # whatever its interpreter raises
         return f"for a batch of {size} it fails: {str(error).strip().splitlines()[-1]}"
     for one, other in zip(expected, found, strict=True):
@@ -176,15 +173,15 @@ class _OnnxModule(nn.Module):
             path.read_bytes(), options, providers=["CPUExecutionProvider"]
         )
         with torch.inference_mode():
-            self.form = torch.utils._pytree.tree_flatten(module(*arguments))[1]
+            self.form = pytree.tree_flatten(module(*arguments))[1]
 
     def forward(self, *arguments: Any) -> Any:
         """As the module's own."""
-        given = [one for one in torch.utils._pytree.tree_leaves(arguments) if isinstance(one, torch.Tensor)]
+        given = [one for one in pytree.tree_leaves(arguments) if isinstance(one, torch.Tensor)]
         names = [one.name for one in self.session.get_inputs()]
         feed = {name: one.contiguous().numpy() for name, one in zip(names, given, strict=True)}
         found = [torch.from_numpy(one) for one in self.session.run(None, feed)]
-        return torch.utils._pytree.tree_unflatten(found, self.form)
+        return pytree.tree_unflatten(found, self.form)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from mpitrain.checkpoint.parts import FIRST, folder_of, verify
 from mpitrain.errors import CheckpointError
 from mpitrain.system import awake
 from mpitrain.system.files.part_places import is_there
+from mpitrain.torch_versions import pytree
 from mpitrain.training.watchdog.alarm_files import LOOK_EVERY_S, Alarm, EmergencyCheckpoint
 
 HOLD_S = 5.0  # longest change of a rank that is not stuck in it, on a machine that is busy
@@ -162,7 +163,7 @@ def refuse_devices(tree: object) -> None:
     Raises:
         CheckpointError: names the device.
     """
-    for leaf in torch.utils._pytree.tree_leaves(tree):
+    for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu":
             raise CheckpointError(
                 f"its state is on {leaf.device}, which a process that is stuck does not ask"

@@ -1,0 +1,51 @@
+"""What the package says of a torch that it was not tried with, and what of torch is asked for by another name."""
+
+import pytest
+import torch
+
+from mpitrain import torch_versions
+from tests.ranks import find_mpi, run_ranks
+
+START = """
+import sys, torch
+torch.__version__ = sys.argv[1]
+from mpitrain.mpi.runtime import start
+start()
+start()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("2.8.0", ""),
+        ("2.8.0+cu128", ""),
+        ("2.10.0a0+git1234", ""),
+        ("2.14.9", ""),
+        ("2.7.1", "older"),
+        ("2.15.0", "newer"),
+        ("3.0", "newer"),
+        ("10.1.0+rocm9", "newer"),
+    ],
+)
+def test_versions_outside_what_was_tried_are_said(text, word):
+    line = torch_versions.untried(text)
+    assert bool(line) == bool(word) and word in line
+    if word:
+        assert text in line and "2.8 to 2.14" in line and "\n" not in line
+
+
+def test_one_line_a_launch_and_it_goes_on(tmp_path):
+    (tmp_path / "start.py").write_text(START)
+    for version, num_lines in (("2.99.1+cpu", 1), (torch.__version__, 0)):
+        result = run_ranks(2, [str(find_mpi()[0]), str(tmp_path / "start.py"), version]).check()
+        told = [text.count("mpitrain was tried with") for text in result.ranks_err]
+        assert told == [num_lines, 0], result
+
+
+def test_what_has_no_public_name_is_there():
+    for name in torch_versions._WITHOUT_PUBLIC_NAME:
+        assert getattr(torch_versions, name) is not None, name
+    with pytest.raises(AttributeError, match="has no Muon"):
+        _ = torch_versions.Muon
+    assert torch_versions.dtypes(["float32", "no_such", "nn"]) == {"float32": torch.float32}
