@@ -22,6 +22,7 @@ _home = {
     "Collected": "mpitrain.model.metrics",
     "Job": "mpitrain.job",
     "Options": "mpitrain.options",
+    "PerEpoch": "mpitrain.strategies.ticks",
     "RowwiseAdagrad": "mpitrain.embedding.rowwise_adagrad",
     "ServedEmbedding": "mpitrain.embedding.served",
     "ShardWriter": "mpitrain.data",

@@ -18,7 +18,7 @@ from mpitrain.data.read.transform import transformed
 from mpitrain.model.gradient.accumulation import LeaseReader
 from mpitrain.model.gradient.loss import read_loss
 from mpitrain.model.recipe import GradientRule, Recipe, UpdateRule, seed_step
-from mpitrain.strategies.ticks import Law
+from mpitrain.strategies.ticks import Law, PerEpoch
 from mpitrain.training.measure import build_optimizer
 
 
@@ -342,10 +342,12 @@ def serial(job, worker=0, on_step=lambda module: None):
             read_loss(job.loss(module, batch)).mean.backward()
             clip(job, module)
             optimizer.step()
-            if scheduler is not None:
+            if scheduler is not None and not isinstance(job.scheduler, PerEpoch):
                 scheduler.step()
             on_step(module)
             step += 1
+        if isinstance(job.scheduler, PerEpoch):
+            scheduler.step()
     return module.state_dict()
 
 

@@ -103,8 +103,8 @@ class Job:
             (epochs so far, number of workers) that returns it; None is constant.
         scheduler: `scheduler(optimizer)` makes a torch scheduler, which is stepped once for every full batch of all
             workers that is accepted (and for an epoch's incomplete last one): as often as all step together under
-            `allreduce()`, whatever the strategy. One that goes by a metric (`ReduceLROnPlateau`) is stepped after
-            every validation instead, with the validation loss.
+            `allreduce()`, whatever the strategy. `mpitrain.PerEpoch(scheduler)` is stepped once an epoch. One that goes
+            by a metric (`ReduceLROnPlateau`) is stepped after every validation instead, with the validation loss.
         scheduler_metric: the metric of the validation that such a scheduler goes by, in place of the loss; whether less
             or more of it is better the scheduler itself says (`mode="max"`).
         target: metrics that validation must reach: a number is at least that, `"<X"` is below and `">X"` above X, as in

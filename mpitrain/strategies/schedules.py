@@ -29,6 +29,11 @@ class Schedule(Value):
         """It goes by accepted samples."""
         return None
 
+    @property
+    def counts_steps(self) -> bool:
+        """A fraction of epochs is no count."""
+        return False
+
     def factor(self, epochs: float, num_workers: int) -> float:
         """What multiplies the job's learning rate after `epochs` epochs of accepted samples, with
         `num_workers` workers.
@@ -43,6 +48,10 @@ class Progress(Protocol):
     def figures(self) -> Figures | None:
         """Of validations, where it goes by those and by nothing else."""
 
+    @property
+    def counts_steps(self) -> bool:
+        """Whether it is stepped after every step of all workers."""
+
     def factor(self, epochs: float, num_workers: int) -> Any:
         """As of a `Schedule`, or the options of each parameter group."""
 
@@ -55,6 +64,8 @@ def what_changes(schedule: Progress | None, ticks: Ticks, before: Law, samples: 
     was, now = (
         schedule.factor(samples / ticks.epoch_samples, law.num_workers) for law in (before, ticks.law)
     )
+    if isinstance(now, list) and not schedule.counts_steps:
+        return {}
     if isinstance(now, list):  # of a torch scheduler, which knows no workers
         tick = f"{before.step_samples} -> {ticks.law.step_samples} samples"
         return {"tick": tick, "ticks": ticks.at(samples), "lr": float(now[0]["lr"])}

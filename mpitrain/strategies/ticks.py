@@ -3,12 +3,30 @@
 Invariants: ticks are a function of accepted samples, in pieces. Where the number of workers, the size of a batch or
 what becomes of an epoch's rest changes, the count so far stays as it is, and from those samples on one tick is a full
 step of the workers that are there then; an epoch's incomplete last step counts as one. Where nothing changes, who goes
-on from a `state` counts as if the run had never stopped.
+on from a `state` counts as if the run had never stopped. A scheduler in a `PerEpoch` counts epochs instead, which are
+the same for any number of workers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+
+class PerEpoch:
+    """A scheduler that is stepped once an epoch: `Job(scheduler=mpitrain.PerEpoch(lambda optimizer: StepLR(optimizer,
+    30)))`.
+
+    Args:
+        make: `make(optimizer)` makes the torch scheduler, as for `Job(scheduler=make)`, which is stepped after every
+            step.
+    """
+
+    def __init__(self, make: Callable[[Any], Any]):
+        self.make = make
+
+    def __call__(self, optimizer: Any) -> Any:
+        return self.make(optimizer)
 
 
 class Law(NamedTuple):

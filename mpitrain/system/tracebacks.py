@@ -4,10 +4,11 @@ Invariants: what begins in the user's own code, and what has no frame of it, is 
 user's line torch's frames are left out: they say how torch calls a layer, and not which.
 """
 
+import linecache
 import sysconfig
 import traceback
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TypeVar
 
 _OURS = str(Path(__file__).resolve().parents[1]) + "/"
@@ -20,6 +21,21 @@ E = TypeVar("E", bound=BaseException)
 def is_users(path: str) -> bool:
     """Whether a file of code is neither ours nor a library's."""
     return not path.startswith((_OURS, *_INSTALLED))
+
+
+def users_frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    """The user's own frames of it with their lines, the one where it happened last."""
+    return [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if is_users(frame.f_code.co_filename)
+    ]
+
+
+def place_of(frame: FrameType, number: int) -> tuple[str, str]:
+    """A line of code, and where it stands."""
+    path = frame.f_code.co_filename
+    return linecache.getline(path, number).strip(), f"{path}, line {number}"
 
 
 def own_part(error: BaseException) -> str:

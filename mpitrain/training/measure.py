@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ from torch import nn
 from mpitrain.checkpoint.tensor_file import Described, body, describe, header, order_of
 from mpitrain.devices import accelerator
 from mpitrain.embedding.tables import served_layers
-from mpitrain.errors import UsageError
+from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.job import Job
 from mpitrain.model.building.activation_checkpointing import checkpoint_activations
 from mpitrain.model.building.compiler_import import without_compiler
@@ -43,12 +45,18 @@ from mpitrain.strategies.features import MPI, why_not
 from mpitrain.system.files.atomic import durably_replaced
 from mpitrain.system.files.folders import make_private
 from mpitrain.system.launched.launch_variables import node_name
+from mpitrain.system.tracebacks import place_of, users_frames
 
 if TYPE_CHECKING:
     from mpitrain.reporting.report import NullReport, Report
     from mpitrain.system.launched.ranks import Ranks
 
 MODEL_FILE = "model.safetensors"
+# What Python and torch say of parameters that are taken for pairs, and of a function that is taken for a model.
+_WANTS_NAMES = re.compile(
+    r"values to unpack|cannot unpack|update sequence element|unbind|iteration over a 0-d tensor|"
+    r"has no attribute '(named_)?(parameters|modules|children)'"
+)
 
 
 def device_for(job: Job, local_rank: int) -> torch.device:
@@ -154,6 +162,28 @@ def takes_names(make: Any) -> bool:
         return False
 
 
+@contextmanager
+def _telling_of_names() -> Iterator[None]:
+    """Calls a job's `optimizer` with parameters. An error of one that takes them for pairs with their names, or asks
+    the function that makes the model for these, says how it is handed them.
+
+    Raises:
+        UsageError: that one.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        frames = users_frames(error)
+        said = f"{type(error).__name__}: {error}"
+        if isinstance(error, MpitrainError) or not frames or not _WANTS_NAMES.search(said):
+            raise
+        line, where = place_of(*frames[-1])
+        raise UsageError(
+            f"Job: optimizer: {said} (`{line}`, {where}): it is handed the parameters; one whose argument is called "
+            "named_parameters, `def optimizer(named_parameters): ...`, is handed pairs of name and parameter"
+        ) from None
+
+
 def build_optimizer(job: Job, module: nn.Module, lr: float | None) -> torch.optim.Optimizer:
     """A new optimizer of the job for `module`, with `lr` as its rate unless that is None. Several are one, made of
     them."""
@@ -175,9 +205,9 @@ def build_optimizer(job: Job, module: nn.Module, lr: float | None) -> torch.opti
 
 
 def _make_optimizer(make: Callable[..., Any], module: nn.Module, strategy: Any) -> torch.optim.Optimizer:
-    given = module.named_parameters() if takes_names(make) else module.parameters()
-    with without_compiler():
-        optimizer = check_made_optimizer(make(given))
+    named = takes_names(make)
+    with without_compiler(), nullcontext() if named else _telling_of_names():
+        optimizer = check_made_optimizer(make(module.named_parameters() if named else module.parameters()))
     check_sparse_optimizer(module, optimizer)
     check_closure(optimizer, str(strategy or "a job"))
     return optimizer

@@ -67,11 +67,19 @@ def go_on(session: Session, pace: Pace, state: dict[str, Any], samples: int) -> 
 
 
 def report_end_of(session: Session, pace: Pace) -> None:
-    """Name the tick behind which a torch scheduler that ends before the run keeps its last rates."""
-    schedule, ticks = pace.schedule, pace.ticks
-    if ticks is None or not isinstance(schedule, TorchSchedule) or schedule.last_tick is None:
+    """Name the tick behind which a torch scheduler that ends before the run keeps its last rates; and warn of one that
+    counts steps where it was made to count epochs, as in a loop that steps it at the end of each."""
+    schedule, epochs = pace.schedule, session.job.epochs
+    if not isinstance(schedule, TorchSchedule) or schedule.figures is not None:
         return
-    steps = session.overrides.steps
-    num_ticks = ticks.at_end(session.job.epochs) if steps is None else steps
-    if num_ticks - 1 > schedule.last_tick:
+    num_ticks = schedule.num_ticks(epochs, session.overrides.steps)
+    if schedule.last_tick is not None and num_ticks - 1 > schedule.last_tick:
         session.report.event("schedule ends before the run", tick=schedule.last_tick, ticks=num_ticks)
+    if schedule.counts_steps and (found := schedule.spent_at(num_ticks, epochs)):
+        tick, peak, rate = found
+        session.report.event(
+            "warning",
+            text=f"scheduler: the rate falls from {peak:.4g} to {rate:.4g} within {tick} of the run's {num_ticks} "
+            "steps, after each of which it is stepped; one that counts epochs is "
+            "scheduler=mpitrain.PerEpoch(lambda optimizer: ...)",
+        )

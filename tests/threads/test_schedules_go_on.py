@@ -75,6 +75,23 @@ def test_a_torch_scheduler_goes_on_where_it_was_with_other_workers(strategy, tmp
     assert max(rates[0]) <= 8 and told[0][1] in (5, 6, 7, 8) and max(rates[2]) >= 28
 
 
+@pytest.mark.parametrize("strategy", ["allreduce()", "async()"])
+def test_one_that_counts_epochs_knows_no_workers_and_one_that_was_meant_to_is_named(strategy, tmp_path):
+    path, found = tmp_path / "run", []
+    for threads, epochs in ((3, 2), (2, 4)):
+        _, seen, rows = train(
+            path, strategy, threads, "auto", scheduler=mt.PerEpoch(shrinking), epochs=epochs
+        )
+        assert not [row for row in rows if row["event"] in ("schedule", "warning")]
+        found += [rate for rate in seen if rate not in found]
+    assert found == pytest.approx([0.1 * 0.9**count for count in range(4)])
+
+    meant = partial(lr_scheduler.CosineAnnealingLR, T_max=2)
+    _, _, rows = train(tmp_path / "other", strategy, 2, scheduler=meant, epochs=2)
+    [text] = [row["text"] for row in rows if row["event"] == "warning"]
+    assert text.startswith("scheduler: the rate falls from 0.1 to 0 within 2 of the run's 12 steps")
+
+
 def one_cycle(optimizer):
     return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=16)
 

@@ -12,6 +12,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.optimizers.torch_scheduler import TorchSchedule
 from mpitrain.strategies.ticks import Law, Ticks
+from mpitrain.training.measure import build_optimizer
 from mpitrain.values import parse
 from tests import toy
 
@@ -23,6 +24,10 @@ def by_name(named_parameters):
     return torch.optim.SGD(
         [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.02}], lr=0.05, momentum=0.9
     )
+
+
+def shrinking(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
 def trained(path, job, strategy="sync()", workers=1):
@@ -51,6 +56,19 @@ def test_one_worker_follows_a_torch_scheduler_as_torchs_own_loop_does(
     else:
         assert same(found, expected)
     assert not same(expected, toy.serial(toy.make_job(optimizer=optimizer, data=toy.Memory(50))))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["sync()", "async(servers=2)", 'async(optimizer="worker")', "localsgd(period=1)", "decentralized()"],
+)
+def test_one_worker_steps_a_scheduler_after_every_epoch_as_torchs_own_loop_does(strategy, tmp_path):
+    fields = {"data": toy.Memory(50), "epochs": 4, "model": toy.smooth}
+    job = toy.make_job(scheduler=mt.PerEpoch(shrinking), **fields)
+    found, expected = trained(tmp_path / "a", job, strategy), toy.serial(job)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+    assert not same(expected, toy.serial(toy.make_job(scheduler=shrinking, **fields)))
 
 
 @pytest.mark.parametrize("strategy", ["sync()", "sync(servers=2)", "localsgd(start=100)"])
@@ -85,6 +103,50 @@ def test_it_counts_full_batches_of_all_workers_whatever_the_updates_are():
     assert [left_out.at(at) for at in (48, 60)] == [4, 5]
 
 
+def test_epochs_are_counted_alike_by_any_number_of_workers_and_whatever_is_left_out():
+    rates = Rates(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    for law, samples in ((Law(4, 3), 50), (Law(4, 3, 12), 48), (Law(50, 1), 50)):
+        schedule = TorchSchedule(mt.PerEpoch(lambda_by_samples), rates, Ticks(50, law))
+        places = [0, samples - 1, samples, 2 * samples - 1, 2 * samples, 0]
+        assert [schedule.options_at(at)[0]["lr"] for at in places] == [1, 1, 1 / 2, 1 / 2, 1 / 3, 1]
+        steps_in_epoch = -(-samples // law.step_samples)
+        assert [schedule.num_ticks(7, steps) for steps in (None, steps_in_epoch, steps_in_epoch + 1)] == [
+            7,
+            1,
+            2,
+        ]
+
+
+def torchs(name, **options):
+    return lambda optimizer: getattr(torch.optim.lr_scheduler, name)(optimizer, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_ticks", "expected"),
+    [
+        (torchs("CosineAnnealingLR", T_max=8), 496, 8),
+        (torchs("CosineAnnealingLR", T_max=496), 496, None),
+        (torchs("CosineAnnealingWarmRestarts", T_0=100), 2000, None),
+        (torchs("MultiStepLR", milestones=[3, 6]), 496, 6),
+        (torchs("MultiStepLR", milestones=[100, 300]), 496, None),
+        (torchs("StepLR", step_size=2, gamma=0.5), 496, 20),
+        (torchs("StepLR", step_size=200, gamma=0.5), 496, None),
+        (torchs("ExponentialLR", gamma=0.9), 496, None),  # comes to its end later than a tenth
+        (torchs("ExponentialLR", gamma=0.9), 5000, 66),
+        (torchs("LinearLR", start_factor=1e-4, total_iters=5), 496, None),  # a warm-up of five steps
+        (torchs("OneCycleLR", max_lr=1.0, total_steps=8), 496, 7),
+        (torchs("CosineAnnealingLR", T_max=8), 16, None),  # two steps an epoch
+    ],
+)
+def test_a_scheduler_that_was_made_to_count_epochs_is_known_by_its_rates(make, num_ticks, expected):
+    rates = Rates(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    schedule = TorchSchedule(make, rates, Ticks(num_ticks, Law(1, 1)))
+    schedule.options_at(3)
+    found = schedule.spent_at(num_ticks, 8)
+    assert (found[0] if found else None) == expected
+    assert schedule.options_at(2) == TorchSchedule(make, rates, Ticks(num_ticks, Law(1, 1))).options_at(2)
+
+
 def ended(part, milestone=None):
     rates = Rates(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
 
@@ -110,10 +172,6 @@ def test_behind_the_last_step_of_a_scheduler_its_rate_stays(schedule, last):
     assert schedule.last_tick == last
     if last is not None:
         assert set(found[last:]) == {found[last]} and found[last] < found[last - 1]
-
-
-def shrinking(optimizer):
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
 @pytest.mark.parametrize("strategy", ["sync()", 'sync(optimizer="worker")'])
@@ -143,6 +201,29 @@ def test_a_tick_is_a_step_of_those_that_are_left_when_a_worker_has_died(strategy
     assert counts == list(range(len(counts))) and 20 <= counts[-1] <= 23, counts
 
 
+def of_pairs(parameters):
+    return torch.optim.SGD([one for name, one in parameters if "bias" not in name], lr=0.1)
+
+
+def of_a_dict(parameters):
+    return torch.optim.SGD(dict(parameters).values(), lr=0.1)
+
+
+def of_the_function(parameters):
+    return torch.optim.SGD([one for name, one in toy.smooth.named_parameters()], lr=0.1)
+
+
+@pytest.mark.parametrize("make", [of_pairs, of_a_dict, of_the_function])
+def test_an_optimizer_that_wants_names_is_told_how_it_gets_them(make):
+    with pytest.raises(
+        UsageError, match=r"test_schedulers.py, line \d+\).*def optimizer\(named_parameters\)"
+    ):
+        build_optimizer(toy.make_job(model=toy.smooth, optimizer=make), toy.smooth(), None)
+    with pytest.raises(ValueError, match="Invalid learning rate") as caught:
+        build_optimizer(toy.make_job(optimizer=lambda p: torch.optim.SGD(p, lr=-1)), toy.smooth(), None)
+    assert type(caught.value) is ValueError
+
+
 @pytest.mark.parametrize(
     "strategy", ["sync()", "async()", "localsgd(period=2)", "decentralized()", "elastic(push_every=2)"]
 )
@@ -162,6 +243,7 @@ def plateau(optimizer):
     ("changes", "said"),
     [
         ({"scheduler": plateau}, "goes by what validations measure"),
+        ({"scheduler": mt.PerEpoch(plateau), "validate": toy.Memory(20)}, "leave mpitrain.PerEpoch out"),
         ({"scheduler": lambda optimizer: None}, "it returned None"),
         ({"scheduler": 3}, "scheduler must be a function"),
         ({"schedule": 3}, "schedule must be a value.*or a function"),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import re
-import traceback
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 from mpitrain.data.read.batch import Batch, Pair, describe, values_of
 from mpitrain.errors import MpitrainError
-from mpitrain.system.tracebacks import is_users
+from mpitrain.system.tracebacks import place_of, users_frames
 
 # What Python and torch say where something is indexed, or unpacked, that is of another kind.
 _INDEXED = re.compile(
@@ -37,16 +35,10 @@ def explaining(owner: str, batch: Batch, kind: type[MpitrainError]) -> Iterator[
 
 def _explained(error: Exception, owner: str, batch: Batch) -> str | None:
     """What was taken for what; None where the error comes of something else."""
-    frames = [
-        (frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
-        if is_users(frame.f_code.co_filename)
-    ]  # fmt: skip
-    if not frames:
+    if not (frames := users_frames(error)):
         return None
     frame, number = frames[-1]
-    path = frame.f_code.co_filename
-    line = linecache.getline(path, number).strip()
-    where = f"{path}, line {number}"
+    line, where = place_of(frame, number)
     named = isinstance(batch, Mapping | Pair)
     key = error.args[0] if isinstance(error, KeyError) and error.args else None
     if isinstance(key, str) and named and key not in batch:
