@@ -12,14 +12,15 @@ from mpitrain.system.number_texts import positive
 from mpitrain.system.saying import say
 
 _DESCRIPTION = """\
-Apply the model of a finished run to every sample of a set of shards, alone or
-with the other ranks of a launch, and write one HDF5 file. Row i belongs to
-sample i in the order of the shards. The job's predict function says what is
-computed; without one it is what the model returns for the array x."""
+Apply the model of a finished run to every sample of a set of shards or of a
+dataset, alone or with the other ranks of a launch, and write one HDF5 file. Row
+i belongs to sample i in the order of the set. The job's predict function says
+what is computed; without one it is what the model returns for the array x."""
 
 _EPILOG = """\
 examples:
   mpitrain predict runs/mine "data/mine/validate-*.h5" -o predictions.h5
+  mpitrain predict runs/mine my_job.py:test_set -o predictions.h5
   mpitrain launch -n 8 predict runs/mine data/new -o predictions.h5"""
 
 
@@ -27,7 +28,12 @@ def add_parser(commands: Any) -> None:
     """Add `predict` to the command's subparsers."""
     parser = command(commands, "predict", "apply a trained model", run_predict, _DESCRIPTION, _EPILOG)
     option(parser, "run_dir", "RUN_DIR", "of the finished run")
-    option(parser, "data", "DATA", "shards: a file, a folder, or a pattern in quotes")
+    option(
+        parser,
+        "data",
+        "DATA",
+        "shards: a file, a folder, or a pattern in quotes; or a dataset of Python: FILE.py:NAME, MODULE:NAME",
+    )
     option(parser, "-o --out", "FILE", "the HDF5 file to write", required=True)
     switch(parser, "--overwrite", "replace FILE if it exists")
     option(parser, "--job", "JOB", "job file, where the run's own has moved or does not say what to predict")

@@ -171,12 +171,34 @@ def _checked(arguments: argparse.Namespace) -> Any:
     """The script, of whose runs none would refuse to start as far as that can be known here."""
     from mpitrain.cli.submit import check_all
 
+    _check_order(arguments)
     if arguments.program:
         find_job(arguments.program[0])
     script = _script(arguments)
     if script.job:
         check_all(script, arguments.parse, load=not arguments.no_check)
     return script
+
+
+def _check_order(arguments: argparse.Namespace) -> None:
+    """KIND stands before the job, and what is said of the script before KIND.
+
+    Raises:
+        UsageError: something else does.
+    """
+    from mpitrain.slurm import KINDS
+
+    words, kind = arguments.program, arguments.kind
+    if kind.endswith(".py") or ".py:" in kind:
+        raise UsageError(
+            f"which kind of script? It comes before the job: mpitrain slurm {arguments.action} multi-node {kind}; "
+            f"kinds are {', '.join(KINDS)}"
+        )
+    if words and words[0].startswith("--"):
+        name = words[0].partition("=")[0]
+        raise UsageError(
+            f"{name} stands behind KIND; what is said of the script comes before it: {name} ... {kind} JOB.py"
+        )
 
 
 def run_init(arguments: argparse.Namespace) -> None:
@@ -206,6 +228,7 @@ def run_submit(arguments: argparse.Namespace) -> None:
     for text in arguments.settings:
         if text.startswith("system=") and text != "system=slurm":
             raise UsageError(f"--set {text}: submit is for sbatch; render the script, and hand it in by hand")
+    _check_order(arguments)
     if not arguments.program:
         if arguments.dry_run:
             return run_render(arguments)

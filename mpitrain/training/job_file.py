@@ -80,7 +80,10 @@ def _run(source: JobSource) -> Job:
         ) from None
     if not isinstance(job, Job):
         found = f"no {name!r}" if job is None else f"{name!r} is {type(job).__name__}"
+        is_script = job is None and not source.name and not source.module
+        loop = f"; a script with a loop of its own is launched: mpitrain launch -n 4 {file}" * is_script
         raise UsageError(
             f"{file}: {found}; a job file ends in `{name} = mpitrain.Job(model=..., loss=..., optimizer=..., data=...)`"
+            f"{loop}"
         )
     return job if job.name else dataclasses.replace(job, name=source.stem)

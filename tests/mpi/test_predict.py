@@ -176,6 +176,20 @@ def test_what_is_not_there_is_named(
     assert cli.main(["predict", *words]) == 2 and message in capsys.readouterr().err
 
 
+def test_the_set_may_be_one_of_python(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of_five = "import torch\ntest_set = [(torch.full((3,), float(i)), i) for i in range(5)]\n"
+    (folder / "sets.py").write_text(f"{of_five}def made(): return test_set[:2]\n")
+    for name, number in (("test_set", 5), ("made", 2)):
+        assert cli.main(["predict", "run", f"sets.py:{name}", "-o", "predictions.h5", "--overwrite"]) == 0
+        assert len(read()["prediction"]) == number
+    rows = mt.predict("run", [(torch.full((3,), float(i)), i) for i in range(2)], "more-predictions.h5")
+    assert rows.num_samples == 2
+    assert np.array_equal(read()["prediction"], read("more-predictions.h5")["prediction"])
+    for name, said in (("none", "sets.py has no 'none'"), ("torch", "got module")):
+        assert cli.main(["predict", "run", f"sets.py:{name}", "-o", "p.h5"]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_data_of_several_arrays_without_x_need_a_function(folder: Path) -> None:
     source = mt.Synthetic(8, a=((3,), "float32"), b=((3,), "float32"))
     with pytest.raises(UsageError, match=r"the data hold a, b, .*model\(batch\['a'\]\)"):

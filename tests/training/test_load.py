@@ -63,10 +63,14 @@ def test_by_part_what_fits_is_loaded_and_the_rest_reported(folder):
 
 def test_what_cannot_be_read_or_fits_nowhere_is_refused(folder):
     (folder / "text").write_text("no tensors")
+    torch.save({"elsewhere": torch.ones(1)}, folder / "best.pt")
+    torch.save({"elsewhere": torch.ones(1)}, folder / "old.pt", _use_new_zipfile_serialization=False)
     save_file({"elsewhere": torch.ones(1)}, folder / "elsewhere.safetensors")
     for name, said in [
         ("other.safetensors", "does not fit the model: not in the file: 3.bias; not in the model: head"),
         ("none.safetensors", "there is no such file"), ("text", "cannot be read as safetensors"),
+        ("best.pt", "best.pt is a file of torch.save, a pickle; write its weights anew with safetensors"),
+        ("old.pt", "old.pt is a file of torch.save"),
         (".", "is a directory"), ("elsewhere.safetensors", "not in the model: elsewhere"),
     ]:  # fmt: skip
         with pytest.raises(UsageError, match=said.replace(".", r"\.")):

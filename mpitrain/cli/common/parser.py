@@ -77,7 +77,18 @@ class Parser(argparse.ArgumentParser):
         if option is None:
             self.error(f"unexpected argument {extras[0]!r}")
         name = option.partition("=")[0]
-        self.error(f"unknown option {name!r}{did_you_mean(name, self._option_string_actions)}")
+        near = did_you_mean(name, self._option_string_actions)
+        if not near and "--set" in self._option_string_actions:
+            near = "; a parameter that the job file declares is given as --set NAME=VALUE"
+        self.error(f"unknown option {name!r}{near}")
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError as error:
+            if action.option_strings and action.help:  # what it wants to be given
+                error.message += f", {action.metavar} ({action.help.partition('. ')[0]})"
+            raise
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:

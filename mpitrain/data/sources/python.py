@@ -150,12 +150,17 @@ def looks_like_python(text: str) -> bool:
 
 def python_source(text: str, variable: Collection[str]) -> Source | Stream:
     """What `module:function` or `file.py:function` returns when called without arguments (or is, if not callable)."""
+    return as_source(python_value(text), text, variable)
+
+
+def python_value(text: str) -> Any:
+    """What is called so in a module or file; of a function what it returns."""
     place, _, name = text.rpartition(":")
     module = _load(place)
     if not hasattr(module, name):
         raise UsageError(f"{text}: {place} has no {name!r}")
     made = getattr(module, name)
-    return as_source(made() if callable(made) else made, text, variable)
+    return made() if callable(made) else made
 
 
 def _load(place: str) -> Any:

@@ -134,6 +134,12 @@ class WeightsFile:
         except FileNotFoundError:
             raise UsageError(f"{what} {path}: there is no such file (looked in {Path.cwd()})") from None
         except (OSError, SafetensorError) as error:
+            if is_pickle(path):
+                raise UsageError(
+                    f"{what} {path} is a file of torch.save, a pickle; write its weights anew with "
+                    f"safetensors.torch.save_file(torch.load({str(path)!r}), {str(path.with_suffix('.safetensors'))!r})"
+                    ' (of a checkpoint that holds more, the entry with the weights: torch.load(...)["model"])'
+                ) from None
             raise UsageError(
                 f"{what} {path} cannot be read as safetensors ({error}); write such a file with "
                 "safetensors.torch.save_file(module.state_dict(), path)"
@@ -142,6 +148,15 @@ class WeightsFile:
     def __getitem__(self, name: str) -> torch.Tensor:
         found: torch.Tensor = self._file.get_tensor(name)
         return found
+
+
+def is_pickle(path: Path) -> bool:
+    """Whether a file begins as those of `torch.save`: as an archive, or, of before torch 1.6, as a pickle."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(4).startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04"))
+    except OSError:
+        return False
 
 
 def compare_weights(module: nn.Module, weights: WeightsFile) -> Misfit:

@@ -19,6 +19,7 @@ from mpitrain.data.format.columns import Array
 from mpitrain.data.read.batch import Batch, to_device
 from mpitrain.data.read.reader import Source
 from mpitrain.data.read.shards import Shards
+from mpitrain.data.sources.python import looks_like_python, python_value
 from mpitrain.data.write.ranks import ALONE, Ranks
 from mpitrain.data.write.rows import join_rows, write_rows
 from mpitrain.errors import UsageError
@@ -61,7 +62,8 @@ def predict(
 
     Args:
         run_dir, job, which: as of `mpitrain.load`; the job's `predict` function says what is computed.
-        data: a source, or a file, pattern or folder of shards.
+        data: a source, or a file, pattern or folder of shards; or, as a text, where Python has a source: `FILE.py:NAME`
+            or `MODULE:NAME`, of a function what it returns.
         batch_size: samples that are computed at once; by default the job's, and at least 256.
         overwrite: replace `out` if there is one.
         ranks: who else takes part; each computes a run of batches, and writes it beside `out` until rank 0 puts the
@@ -72,10 +74,7 @@ def predict(
             a row for each sample; `out` exists.
         DataError: from the shards, or the disk is full; nothing is left at `out` then.
     """
-    path, source = (
-        Path(out),
-        _shards(Path(data)) if isinstance(data, str | Path) else checked_source(data, "predict"),
-    )
+    path, source = Path(out), _source(data)
     made_by, module = attempt(ranks, lambda: load_with_job(run_dir, job, which))
     text = attempt(ranks, lambda: _look(path, overwrite, source) if ranks.rank == 0 else "")
     catalogue = Catalogue.from_json(ranks.broadcast(text))
@@ -105,7 +104,12 @@ def share_of(num_samples: int, batch_size: int, rank: int, size: int) -> tuple[i
     return min(bounds[0], num_samples), min(bounds[1], num_samples)
 
 
-def _shards(data: Path) -> Shards:
+def _source(data: Source | str | Path) -> Source:
+    if not isinstance(data, str | Path):
+        return checked_source(data, "predict")
+    if isinstance(data, str) and looks_like_python(data) and not Path(data).exists():
+        return checked_source(python_value(data), f"predict: {data}")
+    data = Path(data)
     return Shards(str(data / "*.h5") if data.is_dir() else str(data))
 
 
