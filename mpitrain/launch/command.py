@@ -312,8 +312,25 @@ def relaunch(
     """Run `once([])`, and `once(["--resume", "auto"])` after each failure that left another newest checkpoint than was
     there before, with more samples than that start had begun with, and room for one more; returns the last exit code. A
     start in which a rank has died before the first step is tried once more as it was. Nothing is started again once a
-    signal has asked for an end: a run that would have been is then one to run again. `is_ours`: whether a start of this
-    id is one of this launch."""
+    signal has asked for an end: a run that would have been is then one to run again, and how it goes on is told.
+    `is_ours`: whether a start of this id is one of this launch."""
+    code = _relaunched(once, run_dir, max_restarts, requests, is_ours)
+    if requests.stop and code in (EXIT_INTERRUPTED, EXIT_ENDED_AT_ONCE, EXIT_REQUEUE):
+        samples = progress(run_dir).samples
+        goes_on = f"--run-dir {run_dir} --resume auto goes on from the checkpoint at {samples} samples"
+        tell(
+            f"mpitrain: ended; {goes_on if samples > 0 else 'no checkpoint was written, so a run begins anew'}"
+        )
+    return code
+
+
+def _relaunched(
+    once: Callable[[list[str]], Outcome],
+    run_dir: Path,
+    max_restarts: int,
+    requests: Requests,
+    is_ours: Callable[[str], bool],
+) -> int:
     before, words, tried = progress(run_dir), list[str](), False
     outcome = once(words)
     for number in range(1, max_restarts + 1):

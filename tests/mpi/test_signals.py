@@ -75,6 +75,9 @@ def test_term_to_a_launch_that_trains_leaves_a_checkpoint_and_75_and_the_next_go
     assert run.code() == 75, run.told()
     told, mark = run.result(), run.checkpoint_at()
     assert (told["status"], told["samples"]) == ("requeue", mark) and 0 < mark < NUM_SAMPLES
+    assert (
+        f"--run-dir {run.run_dir} --resume auto goes on from the checkpoint at {mark} samples" in run.told()
+    )
     assert "restart" not in run.told() and list(run.run_dir.glob(".launch-*")) == []
     again = Started(tmp_path / "a", "training", "--resume", "auto")
     assert again.code() == 0, again.told()
@@ -91,6 +94,7 @@ def test_int_to_a_launch_that_trains_ends_it_without_a_checkpoint_and_nothing_st
     run.process.send_signal(INT)
     assert run.code() == 130, run.told()
     assert run.checkpoint_at() == before > 0 and run.result() == {} and "restart" not in run.told()
+    assert f"goes on from the checkpoint at {before} samples" in run.told()
 
 
 def test_a_second_term_to_a_launch_ends_it_at_once_five_seconds_after_the_first(tmp_path: Path) -> None:
@@ -120,7 +124,7 @@ def test_term_to_a_launch_whose_ranks_start_ends_it_with_75_before_the_first_ste
     run.wait_until_at(1)
     run.process.send_signal(TERM)
     assert run.code() == 75 and run.checkpoint_at() == 0 and run.result() == {}, run.told()
-    assert "asked to end before its first step" in run.told()
+    assert "asked to end before its first step" in run.told() and "no checkpoint was written" in run.told()
 
 
 def test_term_to_a_launch_that_validates_for_the_last_time_lets_it_end(tmp_path: Path) -> None:
