@@ -195,7 +195,7 @@ class Overrides:
         "(trace-rank-0.json and so on)",
         "STEPS", replaces=True,
     )  # fmt: skip
-    quiet: bool = option(
+    quiet: bool | str = option(
         OUTPUT,
         "no progress lines and no tables; errors, why a run failed and the figure of merit (a line for each run) "
         "stay",

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+SILENT = "silent"  # as `quiet`: of a call from Python, which has the result and needs no line of it
 FOM_SCHEMA = 2  # 1 had the strategy as it prints, no missed targets, and neither settings nor spread
 STATUSES = ("ok", "missed", "fail", "requeue")
 FOM_KEYS = (

@@ -25,7 +25,7 @@ from typing import Any, TextIO
 from mpitrain.errors import OutputError
 from mpitrain.reporting.console import Console, date, short
 from mpitrain.reporting.families import line_of
-from mpitrain.reporting.fom import fom_line, rate_per_worker
+from mpitrain.reporting.fom import SILENT, fom_line, rate_per_worker
 from mpitrain.reporting.listeners import call, open_logs
 from mpitrain.reporting.rows import METRICS_FILE, METRICS_SCHEMA
 from mpitrain.system.files.atomic import write_durable
@@ -111,7 +111,7 @@ class Reported:
         run_dir: created if need be, readable by its owner only. `metrics.jsonl` is continued; an earlier
             `result.json` is kept under another name, so that it cannot be taken for this run's.
         total_samples: accepted samples the whole run will count, for the share done and the time left.
-        quiet: nothing for eyes on `stream`; the files and the FOM line stay.
+        quiet: nothing for eyes on `stream`; the files stay, and the FOM line, unless it is `SILENT`.
         stream: where progress and events go.
         interval_s: least time between two progress lines, and rows; unless given 1 s on a terminal and 5 s in a log,
             and rows come closer to one another at first, so that a run of seconds has a curve.
@@ -126,7 +126,7 @@ class Reported:
 
     run_dir: Path | str
     total_samples: int
-    quiet: bool = False
+    quiet: bool | str = False
     stream: TextIO | None = None
     interval_s: float | None = None
     num_epochs: int | None = None
@@ -143,7 +143,7 @@ class Report:
 
     def __init__(self, of: Reported) -> None:
         self.of, self.run_dir = of, Path(of.run_dir)
-        self._console = Console(sys.stderr if of.stream is None else of.stream, of.quiet)
+        self._console = Console(sys.stderr if of.stream is None else of.stream, bool(of.quiet))
         usual_s = 1.0 if self._console.is_terminal else 5.0
         self._interval_s = usual_s if of.interval_s is None else of.interval_s
         make_private(self.run_dir)
@@ -260,7 +260,7 @@ class Report:
         self.close()
         more = {"samples_per_second_per_worker": rate_per_worker(result), "schema": RESULT_SCHEMA}
         write_json(self.run_dir / "result.json", {**result, **more})
-        if line:
+        if line and self.of.quiet != SILENT:
             say(line)
 
     def close(self) -> None:

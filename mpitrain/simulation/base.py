@@ -156,7 +156,7 @@ class VirtualRun:
             world.traces = {
                 rank: self._trace(steps, rank, world) for rank in range(self.number + len(self.helpers))
             }
-        self.log = VirtualLog(report, world, math.ceil(planned / samples_per_row), self.options.quiet)
+        self.log = VirtualLog(report, world, math.ceil(planned / samples_per_row), bool(self.options.quiet))
         if warns:
             self.log.warn_if_short(math.ceil(planned / job.step_samples), self.number)
         if self._loaded:

@@ -8,6 +8,7 @@ from typing import Any
 from mpitrain.errors import UsageError
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.options import check_not_reading
+from mpitrain.reporting.fom import SILENT
 from mpitrain.simulation.comparison import Comparison
 from mpitrain.simulation.servers import simulate_again, simulate_job
 from mpitrain.strategies.base import Strategy
@@ -32,7 +33,7 @@ def simulate(
     With `replay`, the directory of a real run of this job over parameter servers, its updates are repeated in
     their recorded order, and `replay_identical` says whether the parameters came out the same to the bit.
     With `timing_only` roles run without gradients: there is no loss and no model, and thousands of workers take
-    seconds. A directory is written for `trace` alone.
+    seconds. A directory is written for `trace` alone. With `quiet=True` nothing is printed but why a run has failed.
 
     Raises:
         UsageError: a strategy that has no roles to run in virtual time, or a wrong option.
@@ -40,6 +41,8 @@ def simulate(
     check_not_reading("simulate")
     if strategy is not None:
         overrides["strategy"] = str(strategy)
+    if overrides.get("quiet"):
+        overrides["quiet"] = SILENT
     options = Overrides(**overrides)
     if replay is not None:
         if timing_only:

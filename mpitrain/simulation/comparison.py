@@ -25,7 +25,7 @@ from mpitrain.inject.values import Injection
 from mpitrain.job import Job, Overrides
 from mpitrain.job.job import VALIDATED
 from mpitrain.model.gradient.sparse_gradients import sparse_parameters
-from mpitrain.reporting.fom import fom_line
+from mpitrain.reporting.fom import SILENT, fom_line
 from mpitrain.reporting.report import default_run_dir
 from mpitrain.reporting.run_files import read_runs
 from mpitrain.reporting.targets import first_met
@@ -169,7 +169,7 @@ class Comparison:
         return row
 
     def _trained(self, job: Job, number: int, folder: Path) -> dict[str, Any]:
-        options = replace(self._asked(job), run_dir=str(folder), quiet=True)
+        options = replace(self._asked(job), run_dir=str(folder), quiet=self.options.quiet or True)
         return simulate_job(job, options, number, self.compute, self.network, self.costs)
 
     def _asked(self, job: Job) -> Overrides:
@@ -191,7 +191,7 @@ class Comparison:
                 run_dir = str(folder) if job.trace is not None else scratch
                 run = VirtualRun(
                     job,
-                    replace(options, run_dir=run_dir, quiet=True),
+                    replace(options, run_dir=run_dir, quiet=options.quiet or True),
                     number,
                     self.compute,
                     self.network,
@@ -216,7 +216,8 @@ class Comparison:
         found = (
             about | found | {"status": "ok", "failure": "", "exit_code": EXIT_OK, "nodes": len(set(nodes))}
         )
-        say(fom_line(found))
+        if options.quiet != SILENT:
+            say(fom_line(found))
         return found
 
     def _shares(self, job: Job) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 from mpitrain.errors import AgreedError
 from mpitrain.job import Job, Overrides
 from mpitrain.options import check_not_reading
+from mpitrain.reporting.fom import SILENT
 from mpitrain.strategies.base import Strategy
 from mpitrain.system.interrupts import interruptible
 from mpitrain.system.saying import flush
@@ -30,7 +31,8 @@ def train(
         strategy: replaces the job's own.
         threads: so many replicas, each a thread of this process, without any MPI; servers come on top.
         overrides: fields of `Overrides`, as on the command line (`epochs=`, `batch_size=`, `lr=`, `seed=`,
-            `run_dir=`, `steps=`, ...).
+            `run_dir=`, `steps=`, ...). With `quiet=True` nothing is printed but why a run has failed; the command's
+            `--quiet` prints the figure of merit, which a caller from Python finds in the result.
 
     Returns:
         On every rank, what `result.json` holds, but of the rows by rank (`ranks`, `injected`) its own alone: all of
@@ -43,6 +45,8 @@ def train(
     check_not_reading("train")
     if strategy is not None:
         overrides["strategy"] = str(strategy)
+    if overrides.get("quiet"):
+        overrides["quiet"] = SILENT
     try:
         with interruptible():
             if threads is not None:
