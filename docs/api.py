@@ -9,7 +9,9 @@ from docs.markdown import cell, table
 from mpitrain.strategies import registry
 
 NAMES = {
-    "Jobs and runs": ("Job", "Options", "Collected", "PerEpoch", "train", "simulate", "load", "predict", "ensemble", "export"),
+    "Jobs and runs": (
+        "Job", "Options", "Collected", "PerEpoch", "train", "simulate", "load", "predict", "ensemble", "export",
+    ),
     "Data": (
         "Shards", "Samples", "Stream", "Synthetic", "Transformed", "Weighted", "pack", "PackOptions", "ShardWriter",
     ),

@@ -27,6 +27,7 @@ from mpitrain.training.measure import MODEL_FILE
 from mpitrain.training.resuming.fingerprint import file_digest
 from mpitrain.training.resuming.initial_weights import WeightsFile, compare_weights, load_weights
 from mpitrain.training.served_tables import load_tables
+from mpitrain.training.trained.made_here import job_of
 from mpitrain.training.validations.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.validations.best_model import BEST_MODEL_FILE
 from mpitrain.values import nearest
@@ -46,8 +47,8 @@ def load(run_dir: RunDir, job: Job | str | Path | None = None, which: str = "las
     Args:
         run_dir: of the run, on a cluster or in virtual time, or what `mpitrain.train` has returned of it; or of what
             `mpitrain ensemble` has made.
-        job: that makes the module, or its file; by default the job file from which the run was started, which must not
-            have changed since.
+        job: that makes the module, or its file; by default the job that this process has trained, or else the job file
+            from which the run was started, which must not have changed since.
         which: "last", as training has left it, or "best", by the metric of the job's `keep_best`, or "ema",
             the moving average of its weights.
 
@@ -82,7 +83,7 @@ def load_with_job(
         raise UsageError(f"the run in {folder} has kept no {which} model: {KEPT_BY[which]}")
     settings = settings_of((run or {}).get("options", {}))
     if job is None:
-        job = _job_file(folder, run or {})
+        job = job_of(result) or _job_file(folder, run or {})
     made_by = job if isinstance(job, Job) else load_job(str(job), settings)
     module = _make(made_by)
     file = WeightsFile(weights, "the model")

@@ -148,6 +148,7 @@ def test_a_run_that_a_script_has_started_is_loaded_by_the_scripts_variable(tmp_p
     exec(compile(SCRIPT, str(script), "exec"), vars(main))
     told = capsys.readouterr()
     assert told == ("", "")  # `quiet`
+    vars(main).pop("mine")  # as in another process: this one knows what it has trained
     (run,) = Path("runs").iterdir()
     assert json.loads((run / "run.json").read_text())["made_in"] == f"{script}:mine"
     assert isinstance(mt.load(run), torch.nn.Module)
@@ -164,6 +165,10 @@ def test_a_run_that_a_script_has_started_is_loaded_by_the_scripts_variable(tmp_p
 def test_a_run_whose_job_is_no_variable_says_how_to_name_it(tmp_path):
     from tests import toy
 
-    mt.train(toy.make_job(), threads=1, quiet=True, run_dir=str(tmp_path / "run"))
+    job = toy.make_job()
+    result = mt.train(job, threads=1, quiet=True, run_dir=str(tmp_path / "run"))
+    for known in (result, tmp_path / "run"):  # who has trained it, such as a notebook, names nothing
+        assert isinstance(mt.load(known), torch.nn.Module)
+    del job
     with pytest.raises(UsageError, match="no variable of a script.*--job FILE:NAME"):
         mt.load(tmp_path / "run")
