@@ -28,6 +28,7 @@ from mpitrain.model.gradient.loss_pass import LossPass, name_itself
 from mpitrain.torch_versions import will_be_reached
 from mpitrain.training.synchronous.codec_hooks import reattach
 from mpitrain.training.synchronous.ddp import attach, data_parallel
+from mpitrain.wrapping.same_samples import SameSamples
 
 _EXCHANGES: weakref.WeakKeyDictionary[nn.Module, Exchange] = weakref.WeakKeyDictionary()
 
@@ -49,6 +50,7 @@ class Exchange:
             (name, one, torch.autograd.graph.get_gradient_edge(one).node) for name, one in trained
         ]
         self._awaited: set[int] = set()  # parameters that the exchange under way has not reached
+        self._same = SameSamples(1 if self.hook else dist.get_world_size())
         self._hooks = [
             node.register_prehook(functools.partial(self._reach, number))
             for number, (*_, node) in enumerate(self._trained)
@@ -74,6 +76,8 @@ class Exchange:
             UsageError: the backward passes since the last exchange have left out parameters.
         """
         if not self._awaited:
+            if self._same.looks:
+                self._same.tell(dist.get_rank())
             return
         names = [self._trained[number][0] for number in sorted(self._awaited)]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -83,10 +87,12 @@ class Exchange:
             "(requires_grad_(False)) before mpitrain.wrap"
         )
 
-    def _reach(self, number: int, *_: object) -> None:
+    def _reach(self, number: int, gradients: Any) -> None:
         """The backward pass is about to add to the gradient of this parameter."""
         if not self.parallel.require_backward_grad_sync:
             return
+        if self._same.looks:
+            self._same.see(self._trained[number][1], gradients[0])
         if not self._awaited:
             self._begin()
         elif number not in self._awaited:

@@ -12,7 +12,7 @@ from mpitrain.errors import ReplicasPartedError, UsageError
 from mpitrain.model.gradient.loss_pass import name_itself
 from mpitrain.mpi.process_group.process_group import leave_default_group
 from mpitrain.values import parse
-from mpitrain.wrapping import loop
+from mpitrain.wrapping import loop, same_samples
 from tests import toy
 from tests.mpi.cases import raises, run_cases
 from tests.mpi.model_losses import (
@@ -158,6 +158,23 @@ def case_replicas_that_part_are_told(rt: Any) -> None:
         loss = through_methods(model, share(0))
         raises(ReplicasPartedError, "of rank 1", functools.partial(step, model, optimizer, loss))
     leave_default_group(rt)
+
+
+def case_samples_that_nobody_has_divided_are_told(rt: Any) -> None:
+    """Once, at the first step, by one rank; whether the loop clips or not."""
+    told: list[str] = []
+    same_samples.tell = told.append
+    for undivided in (False, True):
+        model, optimizer = wrapped("allreduce()")
+        for number in range(2):
+            loss = through_methods(model, share(number, whole=undivided))
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+        leave(rt)
+        expected = 1 if undivided and not rt.rank else 0
+        assert len(told) == expected and all("do they train on the same samples?" in text for text in told)
 
 
 def case_what_others_would_undo_is_refused(rt: Any) -> None:
