@@ -40,6 +40,23 @@ def blocks(page: Path, language: str) -> list[str]:
     return [text for said, text in found if said == language]
 
 
+def changed(text: str, diff: str) -> str:
+    """The text with every hunk of a diff in its place; hunks are divided by an empty line."""
+    for hunk in diff.strip("\n").split("\n\n"):
+        lines = [line for line in hunk.splitlines() if line]
+        old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] in kept) for kept in (" -", " +"))
+        assert text.count(old) == 1, hunk
+        text = text.replace(old, new)
+    return text
+
+
+def files_of_newcomers(page: Path) -> dict[str, str]:
+    """The files that `docs/ten-minutes.md` shows, by name."""
+    files = dict(zip(("script.py", "my_job.py", "use.py"), blocks(page, "python"), strict=False))
+    (diff,) = blocks(page, "diff")
+    return files | {"loop.py": changed(files["script.py"], diff)}
+
+
 MADE_TO_RUN = [page for page in PAGES if page == ROOT / "README.md" or ROOT / "docs" in page.parents]
 
 

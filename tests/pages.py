@@ -76,9 +76,7 @@ class Copy(documented.Folder):
     def __init__(self, folder: Path, page: Path):
         if page.stem == "ten-minutes":  # which begins in an empty folder
             self._begin(folder)
-            for name, text in zip(
-                ("script.py", "my_job.py", "use.py"), documented.blocks(page, "python"), strict=False
-            ):
+            for name, text in documented.files_of_newcomers(page).items():
                 (folder / name).write_text(text)
             return
         listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]

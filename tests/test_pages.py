@@ -17,7 +17,7 @@ SAMPLE = (
     r"plan jobs/digits\.py --compute",
     r'"pipeline\(.*--dry-run',
     r"data pack samples\.npz",
-    r"docs\.floors.*'codecs'\)",
+    r"docs\.floors.*'codecs'",
 )
 
 

@@ -38,7 +38,7 @@ MISTAKES = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name, text in (("script.py", SCRIPT), ("my_job.py", JOB), ("use.py", USE)):
+    for name, text in documented.files_of_newcomers(PAGE).items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -55,6 +55,8 @@ def test_the_script_is_short_and_learns_what_the_job_learns_in_a_notebook(
     names: dict = {}
     exec(compile(NOTEBOOK, "notebook", "exec"), names)
     assert names["result"]["metrics"]["accuracy"] > 0.8  # how far, asynchronously, hangs on who is held up
+    assert not names["model"].training
+    compile((folder / "loop.py").read_text(), "loop.py", "exec")
     here = USE.replace('"runs/one"', '"runs/notebook", job="my_job.py"')
     exec(compile(here, "use.py", "exec"), {})
     assert capsys.readouterr().out.splitlines()[-1] == "in the ring: True"
@@ -63,12 +65,19 @@ def test_the_script_is_short_and_learns_what_the_job_learns_in_a_notebook(
 @pytest.mark.extended
 def test_every_line_runs_as_printed_in_a_fresh_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     printed = documented.Folder(tmp_path_factory.mktemp("ten"))
-    for name, text in (("script.py", SCRIPT), ("my_job.py", JOB), ("use.py", USE)):
+    for name, text in documented.files_of_newcomers(PAGE).items():
         (printed.folder / name).write_text(text)
     (printed.folder / "slurm").unlink()  # a link to that of the checkout
     for line in LINES:
         out = "" if line.startswith("sbatch ") else printed.run(line)
         assert " train " not in line or " status=ok " in out, line
+        assert not line.endswith("loop.py") or [one[:7] for one in out.splitlines()] == [
+            "epoch 0",
+            "epoch 1",
+            "epoch 2",
+            "epoch 3",
+            "epoch 4",
+        ]
     assert "in the ring: True" in printed.run("python use.py")
     assert (printed.folder / "slurm" / "site.sh").is_file() and (printed.folder / "runs.html").is_file()
 
