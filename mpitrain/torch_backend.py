@@ -14,6 +14,8 @@ torch calls `register_backend_lazily` by itself at the end of `import torch` (th
     MPITRAIN_REPLACES=gloo      in the environment: a script's "gloo" means "mpi4py", and who asks for a group's backend
                                 is told "gloo", for programs that compare the name with those that they know
 
+And to rank 0 of a launched script: `sys.exit` notes whether it is a failure, which nobody could ask for at the end.
+
 Invariants: this file, and the one that it imports, take only the standard library at first, because `import torch`,
 `import mpitrain` and `mpitrain --help` run them. If torch.distributed is loaded already, the backend is registered at
 once; otherwise a finder on sys.meta_path waits for its import and registers then. An error in here never makes `import
@@ -29,9 +31,9 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from mpitrain import torch_versions
 
@@ -41,7 +43,7 @@ REPLACES = "MPITRAIN_REPLACES"
 SCRIPT_OF = "MPITRAIN_SCRIPT_OF"  # in a script that `mpitrain launch` has started: of how many ranks
 _TARGET = "torch.distributed"
 _GROUP = "mpitrain.mpi.process_group.process_group"
-_has_made_group, _script_of = False, 1
+_has_made_group, _has_failed, _script_of = False, False, 1
 _LAUNCHED = "mpitrain.system.launched.launch_variables"
 _MIXED_GROUP = "mpitrain.mpi.process_group.mixed_group"
 
@@ -73,9 +75,25 @@ def _name_ranks() -> None:
     if _script_of > 1 and os.environ.get("RANK") == "0":
         atexit.unregister(_doubt)  # of `import mpitrain` and `import torch` one is the second
         atexit.register(_doubt)
+        if not hasattr(sys.exit, "__wrapped__"):
+            sys.exit = _noting_failure(sys.exit)
+
+
+def _noting_failure(leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    """`sys.exit`, after which nobody knows with what code a process ends."""
+
+    @functools.wraps(leave)
+    def noting(code: object = None) -> NoReturn:
+        global _has_failed
+        _has_failed = code not in (None, 0)
+        leave(code)
+
+    return noting
 
 
 def _doubt() -> None:
+    if _has_failed or getattr(sys, "last_value", None) is not None:  # it says why it has ended
+        return
     if not _has_made_group and "mpi4py.MPI" not in sys.modules:
         print(
             f"mpitrain: warning: of the {_script_of} processes of this launch, rank 0 has made no process group: has "

@@ -86,6 +86,28 @@ def test_ranks_that_never_meet_are_told_once(tmp_path):
     assert ended.returncode == 0 and ended.stderr.count("made no process group: has each of them") == 1, ended
 
 
+@pytest.mark.parametrize(
+    ("ending", "doubts"),
+    [
+        ("", True),
+        ("sys.exit(0)", True),
+        ("sys.exit()", True),
+        ("sys.exit(2)", False),
+        ("argparse.ArgumentParser().error('no')", False),
+        ("sys.exit('no data')", False),
+        ("raise ValueError", False),
+        ("import nothing_of_that_name", False),
+    ],
+)
+def test_a_script_that_fails_before_it_could_make_a_group_is_not_asked_for_one(ending, doubts):
+    script = f"import argparse, sys\nimport mpitrain\n{ending}\n"
+    env = {**os.environ, "RANK": "0", "MPITRAIN_SCRIPT_OF": "2"}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert ("made no process group" in ended.stderr) == doubts, ended.stderr
+
+
 def test_under_mpirun_it_is_known_from_torch_on_where_a_backend_is_replaced(tmp_path):
     python = str(find_mpi()[0])
     (tmp_path / "script.py").write_text(DDP)

@@ -41,10 +41,10 @@ def follow(
             run, lives = _look(run_dir, life)
             how = how_it_stands(run, lives)
             if how != said:
-                tell(
-                    f"mpitrain: {run_dir}: {_WORDS[how]}; {out} "
-                    + ("is written" if how in OVER else "follows it")
-                )
+                text = f"{_WORDS[how]}; {out} " + ("is written" if how in OVER else "follows it")
+                if how in OVER and not said:  # it was before anybody followed it
+                    text += "; to follow another run there, start it first"
+                tell(f"mpitrain: {run_dir}: {text}")
                 said = how
             write_whole(out, _page(run_dir, run, lives, life, 0 if how in OVER else every_s))
             if how in OVER:
