@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.cli.common.options import command, option, switch
 from mpitrain.errors import EXIT_ERROR, EXIT_OK
 from mpitrain.system.saying import say
+from mpitrain.system.sizes import significant
 
 if TYPE_CHECKING:
     from mpitrain.reporting.run_differences import Comparison
@@ -84,8 +85,9 @@ def _text(found: Comparison) -> str:
         if one.tolerance.is_share and one.before:
             difference = f"{100 * (one.after - one.before) / abs(one.before):+.2f}%"
         verdict = "within" if one.is_within else "beyond"
+        before, after = significant(one.before, 6), significant(one.after, 6)
         lines.append(
-            f"{one.name:<{width}}{one.before:>13.6g}{one.after:>13.6g}{difference:>13}{one.tolerance!s:>11}  {verdict}"
+            f"{one.name:<{width}}{before:>13}{after:>13}{difference:>13}{one.tolerance!s:>11}  {verdict}"
         )
     if found.differing:
         lines += ["", "what else differs:"]

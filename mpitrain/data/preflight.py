@@ -18,6 +18,7 @@ from mpitrain.data.format.columns import Array, Columns, Ragged
 from mpitrain.data.sources.base import Source as PackSource
 from mpitrain.errors import DataError
 from mpitrain.system.files.outside import Trust
+from mpitrain.system.sizes import significant
 
 if TYPE_CHECKING:
     from mpitrain.data.datasets.samples import Samples
@@ -274,4 +275,4 @@ def _stored_types(catalogue: Catalogue) -> dict[str, str]:
 
 
 def _short(value: Any) -> str:
-    return f"{float(value):.4g}" if np.asarray(value).dtype.kind == "f" else str(value)
+    return significant(float(value)) if np.asarray(value).dtype.kind == "f" else str(value)

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from mpitrain.system.sizes import size_text
+from mpitrain.system.sizes import significant, size_text
 
 WIDTH, _NAME, _COLUMN, _PER_ROW, _BEST = 80, 34, 9, 5, 8
 
@@ -18,7 +18,7 @@ def plan_text(plan: dict[str, Any]) -> str:
     """All of it."""
     lines = [
         f"{plan['job']}: {plan['samples']} samples, {plan['epochs']} epochs, batch {plan['batch']}",
-        f"one device: {plan['one_device_samples_per_s']:.4g} samples/s",
+        f"one device: {significant(plan['one_device_samples_per_s'])} samples/s",
         *_memory(plan["bytes"]),
         *_probe(plan.get("probe")),
         "",
@@ -94,8 +94,8 @@ def _best(best: dict[str, Any]) -> Iterator[str]:
     yield f"  {'strategy':<32}{'workers':>8}{'samples/s':>10}{'stale':>6}{'epochs':>7}  rate"
     for row in rows[:_BEST]:
         yield (
-            f"  {_short(row['strategy']):<32}{row['workers']:>8}{row['samples_per_s']:>10.4g}{row['staleness']:>6.3g}"
-            f"{row['epochs']:>7.3g}  {row['learning_rate']}"
+            f"  {_short(row['strategy']):<32}{row['workers']:>8}{significant(row['samples_per_s']):>10}"
+            f"{row['staleness']:>6.3g}{row['epochs']:>7.3g}  {row['learning_rate']}"
         )[:WIDTH]
     if rows[0]["strategy"] == "one device":
         yield "  one device is better"

@@ -14,6 +14,7 @@ from typing import TextIO
 
 from mpitrain.errors import printable
 from mpitrain.system.saying import write
+from mpitrain.system.sizes import significant
 
 
 class Console:
@@ -81,7 +82,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 def short(value: object) -> str:
     """A number at four significant digits."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return significant(value) if isinstance(value, float) else str(value)
 
 
 def date() -> str:

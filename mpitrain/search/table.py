@@ -39,7 +39,7 @@ from mpitrain.reporting.targets import Choice, goals_among, main_choice, read_ch
 from mpitrain.search.sweep.deal import Standing, standings
 from mpitrain.search.sweep.journal import Sweep
 from mpitrain.system.saying import csv_cell
-from mpitrain.system.sizes import counted
+from mpitrain.system.sizes import counted, significant
 
 WIDTH = 80
 _STATUS = {0: "ok", 3: "missed", 75: "interrupted"}
@@ -306,7 +306,7 @@ def _blocks(head: Sequence[str], cells: Sequence[Sequence[object]], num_first: i
 
 
 def _cell(value: object) -> str:
-    return printable(f"{value:.5g}" if isinstance(value, float) else str(value))
+    return printable(significant(value, 5) if isinstance(value, float) else str(value))
 
 
 def as_csv(found: Table) -> str:

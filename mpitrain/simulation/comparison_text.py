@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mpitrain.system.sizes import counted, size_text
+from mpitrain.system.sizes import counted, significant, size_text
 
 WIDTH, NAME = 80, 25
 
@@ -19,7 +19,7 @@ def comparison_text(found: Mapping[str, Any]) -> str:
     rows = [row for row in found["rows"] if "samples_per_s" in row]
     lines = [
         "",
-        f"one device: {found['one_device_samples_per_s']:.4g} samples/s of virtual time"
+        f"one device: {significant(found['one_device_samples_per_s'])} samples/s of virtual time"
         + ("" if found["gradients"] else ", without gradients"),
         "",
         *_throughput(rows),
@@ -54,7 +54,8 @@ def _throughput(rows: list[Mapping[str, Any]]) -> Iterator[str]:
         stale = "/".join(str(row["staleness"].get(share, "-")) for share in ("0.5", "0.9", "0.99"))
         yield from named_row(
             row,
-            f"{row['workers']:>7}{row['samples_per_s']:>11.4g}{row['speed_up']:>10.2f}{100 * row['utilisation']:>5.0f}%"
+            f"{row['workers']:>7}{significant(row['samples_per_s']):>11}{row['speed_up']:>10.2f}"
+            f"{100 * row['utilisation']:>5.0f}%"
             f"{stale if row['staleness'] else '-':>15}{100 * row['dropped_share']:>5.0f}%",
         )
 
@@ -63,20 +64,24 @@ def _traffic(rows: list[Mapping[str, Any]], has_target: bool) -> Iterator[str]:
     head = f"{'strategy':<{NAME}}{'workers':>7}{'virtual s':>10}{'a server':>10}{'a rank':>10}"
     yield head + (f"{'target s':>9}{'samples':>9}" if has_target else "")
     for row in rows:
-        cells = f"{row['workers']:>7}{row['virtual_s']:>10.4g}" + "".join(
+        cells = f"{row['workers']:>7}{significant(row['virtual_s']):>10}" + "".join(
             f"{size_text(row[key]) if key in row else '-':>10}" for key in ("server_bytes", "rank_bytes")
         )
         if has_target:
             met = row.get("to_target")
-            cells += f"{met['virtual_s']:>9.4g}{_short(met['samples']):>9}" if met else f"{'-':>9}{'-':>9}"
+            cells += (
+                f"{significant(met['virtual_s']):>9}{_short(met['samples']):>9}"
+                if met
+                else f"{'-':>9}{'-':>9}"
+            )
         yield from named_row(row, cells)
     yield "  (bytes that the busiest server takes in and sends out, or that a rank sends)"
 
 
-def _restarts(number: int, restarts: Mapping[str, object]) -> str:
+def _restarts(number: int, restarts: Mapping[str, Any]) -> str:
     return (
-        f"started again {counted(number, 'time')}: {restarts['repeated_s']:.4g} s of work repeated, "
-        f"{restarts['starting_s']:.4g} s of starting"
+        f"started again {counted(number, 'time')}: {significant(restarts['repeated_s'])} s of work repeated, "
+        f"{significant(restarts['starting_s'])} s of starting"
     )
 
 

@@ -16,6 +16,7 @@ from mpitrain.errors import UsageError
 from mpitrain.slurm.job_log import JobEvent, read_events
 from mpitrain.slurm.requeue import MARKER, restarts
 from mpitrain.system.files.run_directory import progress, read_json
+from mpitrain.system.sizes import significant
 
 _QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "STAGE_OUT")
 _STARTING = {
@@ -169,7 +170,7 @@ def _alive(known: _Known, last: str, marked: bool) -> str:
 def _ended(result: dict[str, Any]) -> str:
     metrics = result.get("metrics")
     figures = "".join(
-        f" {name}={value:.4g}"
+        f" {name}={significant(value)}"
         for name, value in (metrics if isinstance(metrics, dict) else {}).items()
         if isinstance(value, int | float)
     )

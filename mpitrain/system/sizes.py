@@ -15,6 +15,12 @@ def size_text(num_bytes: float) -> str:
     raise AssertionError
 
 
+def significant(value: float, digits: int = 4) -> str:
+    """A number at so many significant digits, and whole digits in place of a power of ten: 12346, not 1.235e+04."""
+    text = f"{value:.{digits}g}"
+    return f"{value:.0f}" if "e+" in text and abs(value) < 1e15 else text
+
+
 def counted(number: int, what: str) -> str:
     """1 worker, 2 workers."""
     return f"{number} {what}{'s' * (number != 1)}"

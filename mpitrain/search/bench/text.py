@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mpitrain.simulation.comparison_text import NAME, named_row, wrapped
-from mpitrain.system.sizes import counted, size_text
+from mpitrain.system.sizes import counted, significant, size_text
 
 
 def bench_text(found: Mapping[str, Any]) -> str:
@@ -47,7 +47,7 @@ def _throughput(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         sent = "-" if row["num_bytes"] is None else size_text(int(row["num_bytes"])).replace(" ", "")
         yield from named_row(
             row,
-            f"{_workers(row):>7}{row['batch_size']:>7}{row['samples_per_second']:>11.4g}{spread:>6}"
+            f"{_workers(row):>7}{row['batch_size']:>7}{significant(row['samples_per_second']):>11}{spread:>6}"
             f"{_scaling(row)}{sent:>8}",
         )
 
@@ -66,7 +66,7 @@ def _targets(rows: Sequence[Mapping[str, Any]], metric: str | None) -> Iterator[
     )
     for row in rows:
         met = row["to_target"]
-        cells = f"{met['seconds']:>9.4g}{met['samples']:>9.0f}" if met else f"{'-':>9}{'-':>9}"
+        cells = f"{significant(met['seconds']):>9}{met['samples']:>9.0f}" if met else f"{'-':>9}{'-':>9}"
         share = f"{row['num_met']}/{row['num_runs']}"
         energy = "-" if row["energy_j"] is None else f"{row['energy_j']:.3g}J"
         yield from named_row(
