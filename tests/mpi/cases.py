@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import RanksHung, Result, find_mpi, run_ranks
+from tests.ranks import OWN, RanksHung, Result, find_mpi, run_ranks
 
 PROGRAMS = Path(__file__).parent / "programs"
 # Not over the network of emulated hosts, which another test may take down meanwhile.
@@ -84,7 +84,7 @@ def launch_calls(n: int, program: str, path: Path, calls: Sequence[Call], **opti
 
 def launch_program(n: int, program: str, *arguments: str, **options: Any) -> Result:
     """Run programs/<program>.py with these arguments on n ranks."""
-    python = str(find_mpi(options.get("mpi", "openmpi"))[0])
+    python = str(find_mpi(options.get("mpi", OWN))[0])
     return run_ranks(n, [python, str(PROGRAMS / f"{program}.py"), *arguments], **options)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpitrain.checkpoint.parts import newest
-from tests.ranks import ROOT, find_mpi, living, warm_environment
+from tests.ranks import OWN, ROOT, find_mpi, living, warm_environment
 
 JOB = ROOT / "tests" / "mpi" / "signalled.py"
 DEADLINE_S = 240.0
@@ -37,7 +37,7 @@ class Started:
         deaf: bool = False,
         by_mpirun: bool = False,
         path: Path = ROOT,
-        mpi: str = "openmpi",
+        mpi: str = OWN,
     ):
         self.folder, self.run_dir = folder, folder / "run"
         self.ranks = folder / f"ranks-{len(list(folder.glob('ranks-*')))}"

@@ -13,7 +13,7 @@ import pytest
 
 from mpitrain.system.launched.end_requests import AGAIN_S
 from tests.mpi.started import Started
-from tests.ranks import ROOT, find_mpi, living
+from tests.ranks import ROOT, find_mpi, living, needs_open_mpi
 
 INT, TERM, USR1, HUP, QUIT = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT
 NUM_SAMPLES = 20 * 48
@@ -157,6 +157,7 @@ def test_a_second_term_to_one_rank_ends_all_of_them_with_143(tmp_path: Path) -> 
 
 
 def test_open_mpis_mpirun_kills_the_ranks_at_term_and_the_periodic_checkpoint_stands(tmp_path: Path) -> None:
+    needs_open_mpi("is about Open MPI's mpirun")
     run = Started(tmp_path / "a", "training", deaf=True, by_mpirun=True)
     run.wait_until_at(0, 1)
     before = run.wait_until_written()

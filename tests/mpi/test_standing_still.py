@@ -12,7 +12,7 @@ import pytest
 
 from tests.mpi.cases import PROGRAMS, launch_program
 from tests.mpi.started import DEADLINE_S, Started
-from tests.ranks import ROOT, find_mpi, warm_environment
+from tests.ranks import ROOT, find_mpi, needs_open_mpi, warm_environment
 
 ULFM = ("-n", "3", "--ft", "ulfm", "--max-restarts", "0")
 
@@ -53,6 +53,7 @@ def test_without_fault_tolerance_a_rank_that_stands_still_ends_the_job_by_name(t
 def test_under_ulfm_a_rank_that_never_starts_mpi_ends_the_launch_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, timeout_s: str, why: str
 ) -> None:
+    needs_open_mpi("asks for --ft ulfm")
     monkeypatch.setenv("AMBUSH", name)
     options = (*ULFM, "--start-timeout-s", timeout_s)
     run = Started(tmp_path / "a", "nowhere", options=options, path=PROGRAMS / "ambush")
@@ -64,6 +65,7 @@ def test_under_ulfm_a_death_before_the_first_step_is_told_in_a_sentence_and_trie
     tmp_path: Path,
 ) -> None:
     """The job file kills rank 1 while the others wait for it, in MPI."""
+    needs_open_mpi("asks for --ft ulfm")
     command = [sys.executable, "-m", "mpitrain", "launch", "-n", "3", "--ft", "ulfm", "train"]
     command += [str(PROGRAMS / "dies_once.py"), "--quiet", "--run-dir", str(tmp_path / "run")]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DIED": str(tmp_path / "died")}

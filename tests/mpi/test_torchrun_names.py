@@ -11,7 +11,12 @@ from mpitrain.system.launched.launch_variables import torchrun_names
 from tests.ranks import find_mpi, run_ranks, warm_environment
 
 NAMES = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-TELL = f"import os\nprint(*map(os.environ.get, {NAMES + ('MASTER_ADDR',)}), flush=True)\n"
+# In one piece each: not every launcher keeps the lines of ranks apart.
+TELL = f"""
+import os
+def tell(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+tell(*map(os.environ.get, {NAMES + ("MASTER_ADDR",)}))
+"""
 DDP = (
     TELL
     + """
@@ -28,7 +33,7 @@ assert (store.add("count", 0), store.get("key"), store.num_keys() > 1) == (2, b"
 inner = store._underlying_non_prefix_store.connected()
 assert inner.underlying_store.host == "127.0.0.1" and not inner.underlying_store.check(["default_pg/key", "key"])
 dist.barrier()
-print(type(dist.group.WORLD).__name__, *map(os.environ.get, ("RANK", "LOCAL_WORLD_SIZE")), flush=True)
+tell(type(dist.group.WORLD).__name__, *map(os.environ.get, ("RANK", "LOCAL_WORLD_SIZE")))
 """
 )
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}

@@ -93,6 +93,11 @@ echo "export TMPDIR={root}/nodes/$SLURMD_NODENAME/tmp"
 """
 
 
+def mpi_of(python: Path) -> str:
+    """`"mpich"`, or its kin, or `"openmpi"`, as far as a wheel shows it."""
+    return "mpich" if (python.parent.parent / "lib" / "libmpi.so.12").exists() else "openmpi"
+
+
 def why_not() -> str | None:
     """Why no mini-cluster can run here, or `None`."""
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -139,17 +144,22 @@ class Cluster:
             raise
         return self
 
-    def site(self, python: Path = Path(sys.executable), mpi: str = "openmpi") -> Path:
-        """Write and return this cluster's site file for the environment of `python`."""
+    def site(self, python: Path = Path(sys.executable)) -> Path:
+        """Write and return this cluster's site file for the environment of `python`, whichever MPI it has."""
+        mpi = mpi_of(python)
         path = self.root / f"site-{mpi}.sh"
         launch = _MPICH if mpi == "mpich" else _OPENMPI.format(prefix=python.parent.parent)
-        bin = self.root / f"bin-{mpi}"
+        bin = self.bin(python)
         bin.mkdir(exist_ok=True)
         program = bin / "mpitrain"  # an environment that borrows mpitrain has no such script
         program.write_text(f'#!/bin/sh\nexec {python} -m mpitrain "$@"\n')
         program.chmod(0o755)
         path.write_text(_SITE.format(repository=ROOT, bin=bin, mpi=launch, root=self.root))
         return path
+
+    def bin(self, python: Path = Path(sys.executable)) -> Path:
+        """Where `site` puts the `mpitrain` of this python."""
+        return self.root / f"bin-{mpi_of(python)}"
 
     def _lay_out(self) -> None:
         self.root.chmod(0o755)
@@ -322,7 +332,7 @@ def _shell(cluster: Cluster) -> int:
     site = cluster.site()
     print(f"nodes {', '.join(cluster.names)} are idle; leave this shell and they are gone. Try:")
     print("  sbatch slurm/multi-node.sbatch jobs/digits.py --strategy 'async(servers=2)'; squeue")
-    path = f"{site.parent / 'bin-openmpi'}:{os.environ['PATH']}"
+    path = f"{cluster.bin()}:{os.environ['PATH']}"
     env = {**os.environ, **cluster.env, "MPITRAIN_SITE": str(site), "SBATCH_GPUS_PER_NODE": "2", "PATH": path}
     return subprocess.run([os.environ.get("SHELL", "/bin/bash")], env=env).returncode
 

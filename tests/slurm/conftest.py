@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import find_mpi, warm_environment
+from tests.ranks import OWN, find_mpi, kind_of, warm_environment
 from tests.slurm.cluster import ROOT, Cluster, why_not
 
 
@@ -25,20 +25,18 @@ class Site:
     folder: Path
     python: Path
 
-    def sbatch(self, *words: str, mpi: str = "openmpi", **env: str) -> str:
+    def sbatch(self, *words: str, mpi: str = OWN, **env: str) -> str:
         """Submit; the job id."""
-        python = self.python if mpi == "openmpi" else find_mpi("mpich")[0]
-        site = {"MPITRAIN_SITE": str(self.cluster.site(python, mpi))}
+        site = {"MPITRAIN_SITE": str(self.cluster.site(find_mpi(mpi)[0]))}
         return self.run("sbatch", "--parsable", *words, mpi=mpi, **{**site, **env}).strip()
 
-    def run(self, *words: str, code: int = 0, mpi: str = "openmpi", **env: str) -> str:
+    def run(self, *words: str, code: int = 0, mpi: str = OWN, **env: str) -> str:
         """Run a command from the folder and return its output, both streams. Open MPI's ranks of its jobs are warm."""
         full = {**os.environ, **self.cluster.env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
-        if (
-            mpi == "openmpi"
-        ):  # MPICH's ranks failed in MPI_Init when they were forked under Slurm; not looked into
+        # MPICH's ranks failed in MPI_Init when they were forked under Slurm; not looked into
+        if kind_of(find_mpi(mpi)[1]) == "openmpi":
             full = warm_environment(full, self.folder / "ranks")
-        full["PATH"] = f"{self.python.parent}:{full['PATH']}"
+        full["PATH"] = f"{self.cluster.bin(self.python)}:{self.python.parent}:{full['PATH']}"
         run = subprocess.run(
             words,
             cwd=self.folder,
@@ -88,6 +86,7 @@ def site() -> Iterator[Site]:
         shutil.copytree(ROOT / "jobs", folder / "jobs")
         found = Site(cluster.up(), folder, Path(sys.executable))
         try:
+            cluster.site(found.python)
             found.run(str(found.python), "-m", "mpitrain", "data", "pack", "digits", "data/digits")
             yield found
         finally:

@@ -37,7 +37,7 @@ def test_a_signal_before_ranks_exist_requeues_and_a_cancelled_job_stays_cancelle
     and trains, on one GPU of two."""
     waiting = site.folder / "waiting-bin" / "mpitrain"  # written once: the jobs begin at one moment
     waiting.parent.mkdir()
-    waiting.write_text(WAITING.format(program=site.cluster.root / "bin-openmpi" / "mpitrain"))
+    waiting.write_text(WAITING.format(program=site.cluster.bin(site.python) / "mpitrain"))
     waiting.chmod(0o755)
     path = site.folder / "waiting.sh"
     path.write_text(f"source {site.cluster.site(site.python)}\nexport PATH={waiting.parent}:$PATH\n")

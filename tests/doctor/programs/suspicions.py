@@ -2,13 +2,18 @@
 the later ones. Prints how often each pair was measured."""
 
 import os
+from functools import partial
 
-rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+from mpitrain.system.launched.launch_variables import launched_rank
+
+rank = launched_rank()
 os.environ["SLURMD_NODENAME"] = f"n{rank}"
 
 from mpitrain.doctor import pairs  # noqa: E402
 from mpitrain.mpi import ping_pong  # noqa: E402
 from mpitrain.mpi.runtime import start  # noqa: E402
+
+pairs.node_name = partial("n{}".format, rank)  # under Hydra Slurm's name is not heard
 
 GOOD, BAD = (1e-5, 1e9), (1e-5, 1e8)
 # Pair -> what its first measurement gives, and what the later ones give; all others are good.

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
 
 
 def sleeps_for_ever() -> None:

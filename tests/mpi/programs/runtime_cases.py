@@ -10,13 +10,14 @@ from mpitrain.errors import AgreedError, DataError, MismatchError
 from mpitrain.mpi import json_collectives
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.runtime import start
+from mpitrain.system.launched.launch_variables import launched_rank
 from mpitrain.training import session
 from tests.mpi.cases import run_cases
 
 # Each rank pretends to a node of its own choice: 0 and 2 share one. (Set before the runtime is made.)
 import os  # isort: skip
 
-os.environ["SLURMD_NODENAME"] = "beta" if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "1" else "alpha"
+os.environ["SLURMD_NODENAME"] = "beta" if launched_rank() == 1 else "alpha"
 
 AWKWARD = {
     "none": None,

@@ -7,9 +7,10 @@ import sys
 import torch.distributed as dist
 
 from benchmarks.common import never_destroyed
+from mpitrain.system.launched.launch_variables import torchrun_names
 from tests.ranks import ROOT
 
-os.environ |= {"RANK": os.environ["OMPI_COMM_WORLD_RANK"], "WORLD_SIZE": os.environ["OMPI_COMM_WORLD_SIZE"]}
+os.environ |= torchrun_names()
 os.environ["MASTER_ADDR"] = "127.0.0.1"
 for name, port in (text.split("=") for text in sys.argv[1:]):
     os.environ["MASTER_PORT"] = (

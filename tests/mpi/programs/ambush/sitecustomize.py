@@ -13,5 +13,5 @@ class Ambush(MetaPathFinder):
         return None
 
 
-if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+if "1" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
     sys.meta_path.insert(0, Ambush())
