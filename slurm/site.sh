@@ -18,7 +18,7 @@ LAUNCH=(srun --mpi=pmix) # Open MPI 4 or 5
 # LAUNCH=(srun --mpi=cray_shasta); export MPICH_GPU_SUPPORT_ENABLED=1 # Cray MPICH
 # LAUNCH=(srun --mpi=pmi2); export I_MPI_PMI_LIBRARY=/usr/lib64/libpmi2.so I_MPI_CBWR=1 # Intel MPI
 # LAUNCH=(mpirun) # Open MPI's own launcher
-# LAUNCH=(mpiexec) # MPICH's and Intel's Hydra
+# LAUNCH=(mpiexec); export SLURM_MPI_TYPE=none # MPICH's and Intel's Hydra
 # LAUNCH=(mpiexec --line-buffer) # HPE Cray's PALS, under PBS
 # LAUNCH=(flux run) # Flux
 # LAUNCH=(ibrun) # sites that wrap it: see whether it takes -n and -f

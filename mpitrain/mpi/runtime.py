@@ -25,7 +25,7 @@ from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.failed_ranks import failed_ranks
 from mpitrain.mpi.faults import abort
 from mpitrain.mpi.faults.errors import is_lost_peer
-from mpitrain.mpi.faults.level import asks_for_heartbeat, asks_for_ulfm, why_no_heartbeat
+from mpitrain.mpi.faults.level import asks_for_heartbeat, asks_for_ulfm, why_not_asked_level
 from mpitrain.mpi.faults.self_destruct import self_destruct
 from mpitrain.mpi.thread_level import check_second_thread, thread_level, warn_of_multiple
 from mpitrain.system import processes
@@ -188,7 +188,7 @@ class Runtime(Ranks):
             warn_of_multiple(self._thread_levels, self.library)
         self.allreduce_plan = Plan(self.nodes, self.library)
         self.local_rank = self.nodes[: self.rank].count(self.nodes[self.rank])
-        why_not = why_no_heartbeat(self.library) if asks_for_heartbeat() else ""
+        why_not = why_not_asked_level(self.library, can_report_deaths())
         self.agree(UsageError(why_not) if why_not else None)
         self._start_reporting()
 
@@ -381,9 +381,14 @@ class Runtime(Ranks):
 def fault_tolerance() -> str:
     """ "ulfm" if this launch survives failures and this MPI reports them, "heartbeat" if the launch survives them and
     MPI reports nothing."""
-    if asks_for_ulfm() and MPI.ERR_PROC_FAILED != MPI.ERR_UNKNOWN:
+    if asks_for_ulfm() and can_report_deaths():
         return "ulfm"
     return "heartbeat" if asks_for_heartbeat() else "none"
+
+
+def can_report_deaths() -> bool:
+    """Whether this MPI has the calls of ULFM; whether the launch has made them act is asked of the environment."""
+    return bool(MPI.ERR_PROC_FAILED != MPI.ERR_UNKNOWN)
 
 
 # ---- Whether one receive may listen to all ranks. This file knows no MPI.

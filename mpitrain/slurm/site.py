@@ -33,7 +33,9 @@ LAUNCHERS = {
         "srun",
     ),
     "mpirun": Launcher("LAUNCH=(mpirun)", "Open MPI's own launcher", "mpirun"),
-    "mpiexec": Launcher("LAUNCH=(mpiexec)", "MPICH's and Intel's Hydra", "mpiexec"),
+    "mpiexec": Launcher(
+        "LAUNCH=(mpiexec); export SLURM_MPI_TYPE=none", "MPICH's and Intel's Hydra", "mpiexec"
+    ),
     "pals": Launcher("LAUNCH=(mpiexec --line-buffer)", "HPE Cray's PALS, under PBS", "pals"),
     "flux": Launcher("LAUNCH=(flux run)", "Flux", "flux"),
     "ibrun": Launcher("LAUNCH=(ibrun)", "sites that wrap it: see whether it takes -n and -f", "mpiexec"),

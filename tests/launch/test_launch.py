@@ -72,13 +72,13 @@ SRUN_MPICH = Launcher("srun", "/usr/bin/srun", "mpich")
 @pytest.mark.parametrize(
     ("launcher", "level", "told"),
     [
-        (MPICH, "ulfm", "--ft ulfm needs Open MPI's mpirun.*leave --ft out, or install Open MPI 5"),
+        (MPICH, "ulfm", "--ft ulfm needs Open MPI's mpirun.*`restart`.*Cray MPICH, Intel MPI.*`heartbeat`"),
         (
             SRUN,
             "ulfm",
             "Open MPI under srun is `restart`: leave --ft out, or take its mpirun by --mpi openmpi",
         ),
-        (SRUN_MPICH, "ulfm", "with MPICH under srun that is --ft heartbeat"),
+        (SRUN_MPICH, "ulfm", "that is --ft heartbeat here, or leave it out"),
         (
             OPENMPI,
             "heartbeat",

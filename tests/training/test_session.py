@@ -1,5 +1,6 @@
 """What the handshake compares, and how a finished run is judged."""
 
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import torch
 
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, UsageError
 from mpitrain.job import Overrides
-from mpitrain.mpi.faults.level import why_no_heartbeat
+from mpitrain.mpi.faults.level import why_no_heartbeat, why_not_asked_level
 from mpitrain.strategies import AllReduce, Async, Decentralized, LocalSGD, Sync
 from mpitrain.strategies.placement import Roles
 from mpitrain.system.files.run_directory import Identity
@@ -109,6 +110,22 @@ def test_a_run_says_what_a_workers_death_costs_it(launched, strategy, named):
 def test_heartbeat_is_had_under_srun_with_mpich_only(library, environ, told):
     why_not = why_no_heartbeat(library, environ)
     assert told in why_not and bool(told) == bool(why_not)
+
+
+@pytest.mark.parametrize(
+    ("library", "has_ulfm", "environ", "told"),
+    [
+        ("Open MPI v5.0.11", True, {"OMPI_MCA_mpi_ft_enable": "1"}, ""),
+        ("Open MPI v5.0.11", True, {}, "mpirun --with-ft ulfm"),
+        ("Open MPI v4.1.4", False, {}, "this is Open MPI v4.1.4"),
+        ("CRAY MPICH version 8.1", False, {}, "`restart`.*Cray MPICH, Intel MPI.*`heartbeat`"),
+        ("Intel(R) MPI Library 2021.19", False, {}, "`restart`.*Cray MPICH, Intel MPI.*`heartbeat`"),
+    ],
+)
+def test_ulfm_is_had_where_mpi_and_launch_have_it_and_the_way_out_is_named(library, has_ulfm, environ, told):
+    why_not = why_not_asked_level(library, has_ulfm, {**environ, "MPITRAIN_FT": "ulfm"})
+    assert re.search(told, why_not) and bool(told) == bool(why_not) and "pip install" not in why_not
+    assert why_not_asked_level(library, has_ulfm, environ) == ""
 
 
 def test_the_heartbeat_option_is_for_servers_and_is_a_time():

@@ -5,6 +5,7 @@ standard library, because it is asked before MPI is started.
 import os
 from collections.abc import Mapping
 
+from mpitrain.system.launched.fault_levels import WITHOUT_ULFM
 from mpitrain.system.launched.launch_variables import HYDRA_VARIABLES
 
 _KIN = ("MPICH", "Intel(R) MPI", "MVAPICH")  # names in the library's own version text
@@ -13,13 +14,36 @@ _KIN = ("MPICH", "Intel(R) MPI", "MVAPICH")  # names in the library's own versio
 def asks_for_ulfm() -> bool:
     """The launch decides, not the library: without `--with-ft ulfm` the same calls exist as stand-ins that do
     nothing."""
-    enabled = os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "enabled")
-    return enabled or os.environ.get("MPITRAIN_FT") == "ulfm"
+    return _enabled(os.environ) or os.environ.get("MPITRAIN_FT") == "ulfm"
+
+
+def _enabled(environ: Mapping[str, str]) -> bool:
+    """Open MPI's mpirun sets it for `--with-ft ulfm`."""
+    return environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "enabled")
 
 
 def asks_for_heartbeat() -> bool:
     """A user who writes `srun --kill-on-bad-exit=0` sets this variable; a rank cannot see the option."""
     return os.environ.get("MPITRAIN_FT") == "heartbeat"
+
+
+def why_not_asked_level(library: str, has_ulfm: bool, environ: Mapping[str, str] = os.environ) -> str:
+    """Why this job cannot have the level that MPITRAIN_FT names; empty if nothing is known against it, or it names
+    none. `library`: MPI's own version text; has_ulfm: it can report deaths."""
+    asked = environ.get("MPITRAIN_FT")
+    if asked == "heartbeat":
+        return why_no_heartbeat(library, environ)
+    if asked != "ulfm" or (has_ulfm and _enabled(environ)):
+        return ""
+    if has_ulfm:
+        return (
+            "MPITRAIN_FT=ulfm needs a launch that has it, and this one has not: mpirun --with-ft ulfm ..., or mpitrain "
+            "launch --ft ulfm -n N ...; Open MPI under srun is `restart`: leave it out"
+        )
+    return (
+        "MPITRAIN_FT=ulfm needs an MPI that informs ranks of a death, which Open MPI 5 under its own mpirun does, and "
+        f"this is {library}: {WITHOUT_ULFM}"
+    )
 
 
 def why_no_heartbeat(library: str, environ: Mapping[str, str] = os.environ) -> str:
