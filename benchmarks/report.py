@@ -540,6 +540,26 @@ def threads() -> str:
     return table(head, *body) + "\n\n" + told + "\n\n" + origin(*found.values())
 
 
+def other_mpi() -> str:
+    found = newest("other_mpi", "other", "ranks")
+    head = (
+        "other MPI",
+        "ranks",
+        "question",
+        "Open MPI",
+        "the other",
+        "the other's speed / Open MPI's (95 %)",
+    )
+    body = []
+    for (name, ranks), row in found.items():
+        for asked, ratio in row["ratio"].items():
+            unit = "samples/s" if asked in ("allreduce()", "64 KB pushes") else "us"
+            middle = [statistics.median(row["figures"][who][asked]) for who in ("own", "other")]
+            figures = (f"{value:.0f} {unit}" for value in middle)
+            body.append((" ".join(name.split()), str(ranks), asked, *figures, spread(ratio)))
+    return table(head, *body) + "\n\n" + origin(*found.values())
+
+
 # program -> its commands and what is made of its rows
 PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "step_time": (["mpitrain launch -n 3 benchmarks/step_time.py"], step_time),
@@ -577,6 +597,7 @@ PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "signals": (["python benchmarks/signals.py"], signals),
     "slurm_signals": (["python benchmarks/slurm_signals.py"], slurm_signals),
     "threads": (["python benchmarks/threads.py"], threads),
+    "other_mpi": (["python benchmarks/other_mpi.py"], other_mpi),
     "hostile": (["make hostile"], hostile),
     **report_growth.PROGRAMS,
     **report_virtual.PROGRAMS,

@@ -9,17 +9,19 @@ bad round proves nothing.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.doctor import mpi_settings
 from mpitrain.doctor.judge import ALL_PAIRS, SAMPLED_ROUNDS, SLOW, Link, disjoint, judge, rounds, sharing
 from mpitrain.doctor.judge import Verdict as Links
 from mpitrain.doctor.listening import listening
 from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED
 from mpitrain.system.files.atomic import write_whole
-from mpitrain.system.launched.launch_variables import node_name
+from mpitrain.system.launched.launch_variables import node_name, usable_cores
 from mpitrain.system.saying import say
 
 if TYPE_CHECKING:
@@ -54,6 +56,11 @@ def run_comm(runtime: Runtime, failing: Path | None, slow: float = SLOW, figures
         for rank, places in enumerate(open_ports):
             told = ", ".join(places) or "nowhere"
             say(f"{names[rank]}: rank {rank} listens: {told}")
+        num_local = runtime.nodes.count(runtime.nodes[0])
+        for line in mpi_settings.lines(
+            runtime.library, os.environ, mpi_settings.yields_to_others(num_local, usable_cores())
+        ):
+            say(line)
     return int(runtime.broadcast(code))
 
 
