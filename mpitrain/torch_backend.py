@@ -45,6 +45,7 @@ _TARGET = "torch.distributed"
 _GROUP = "mpitrain.mpi.process_group.process_group"
 _has_made_group, _has_failed, _script_of = False, False, 1
 _LAUNCHED = "mpitrain.system.launched.launch_variables"
+_MADE_ANEW = "mpitrain.mpi.process_group.reconfigurable"
 _MIXED_GROUP = "mpitrain.mpi.process_group.mixed_group"
 
 
@@ -135,7 +136,8 @@ def _group() -> Any:
 
 
 def _create(options: object, backend_options: object) -> Any:
-    return _group().create(options, backend_options)
+    makes_anew = torch_versions.asks_for_reconfigure(options)
+    return (importlib.import_module(_MADE_ANEW) if makes_anew else _group()).create(options, backend_options)
 
 
 def _rendezvous(url: str, *_: object, **__: object) -> Any:

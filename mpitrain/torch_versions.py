@@ -172,6 +172,12 @@ def knows_python_backends() -> bool:
     return hasattr(dist.ProcessGroup, "supports_reconfigure")
 
 
+def asks_for_reconfigure(options: Any) -> bool:
+    """Whether the group that is to be made with these options is one that survivors make anew, as may be from 2.14
+    on."""
+    return bool(getattr(options, "enable_reconfigure", False))
+
+
 def replace_group_maker(wrap: Callable[[Any], Any]) -> None:
     """Have every process group of this process made by `wrap(torch's own function)`. No public way has a Python group
     be one among several backends."""
@@ -196,6 +202,11 @@ def set_name(group: Any, backend: str) -> None:
     if group in world.pg_map:
         world.pg_map[group] = name, world.pg_map[group][1]
         world.pg_backend_config[group] = str(module.BackendConfig(name))
+
+
+def renumber_group(group: Any, size: int) -> None:
+    """A default group has this size now: torch, which lets its backends be made anew from 2.14 on, does not ask."""
+    c10d()._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
 
 
 def innermost_store(store: Any) -> Any:

@@ -49,5 +49,5 @@ def failed_ranks(comm: "MPI.Comm") -> set[int]:
 
 
 def _waits_for(op: Op, failed: set[int]) -> bool:
-    """A message waits for its peer, the arrival at a collective for every rank."""
-    return op.peer in failed or (op.kind == "arrival" and bool(failed))
+    """A message waits for its peer, a collective and the arrival at one for every rank."""
+    return op.peer in failed or (op.kind in ("arrival", "operation") and bool(failed))

@@ -152,6 +152,7 @@ class Runtime(Ranks):
         self.torch_ranks: tuple[int, ...] = ()  # torch's ranks as MPI's, once there is a process group
         self.groups: list[Group] = []  # process groups that this rank has not left
         self.some_have_groups = False  # and others none, as all of them know
+        self.regroups = False  # ranks may be dead, and groups of the living are made (`faults/regroup.py`)
         # What this MPI and this launch can do.
         self.library = MPI.Get_library_version().strip("\0\n ").splitlines()[0]
         self.allreduce_plan = Plan(self.nodes, self.library)

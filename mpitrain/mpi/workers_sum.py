@@ -55,7 +55,7 @@ class WorkersSum:
 
     def close(self) -> None:
         """Collective, after the last sum: give the communicators back."""
-        self._engine.forget(self._control_comm)
+        self._engine.forget([self._control_comm])
         for comm in (self._control_comm, self._comm):
             self._runtime.communicators.remove(comm)
             comm.Free()

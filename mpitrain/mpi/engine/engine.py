@@ -26,7 +26,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpitrain.mpi.bindings import MPI
@@ -202,13 +202,14 @@ class Engine:
         then."""
         return self._submit(op, lambda: self._progress.post(op, start, timeout_s, looks=short), short=short)
 
-    def nonblocking(self, start: Callable[[], "MPI.Request"], buffer: Any = None) -> Op:
-        """Post any nonblocking MPI operation that `start()` begins; `buffer` is kept alive until it is done."""
-        return self.post(Op("operation", buffer), start)
+    def nonblocking(self, start: Callable[[], "MPI.Request"], buffer: Any, comm: "MPI.Comm") -> Op:
+        """Post the nonblocking collective of `comm` that `start()` begins; `buffer` is kept alive until it is done."""
+        (op := Op("operation", buffer)).comm = comm
+        return self.post(op, start)
 
-    def forget(self, control_comm: "MPI.Comm") -> None:
-        """Drop the queue of `control_comm`, on which no further collective will be submitted."""
-        self._progress.forget(control_comm)
+    def forget(self, comms: Sequence["MPI.Comm"], error: BaseException | None = None) -> None:
+        """Drop the queues of communicators that are used no more; what is outstanding there fails with `error`."""
+        self._progress.forget(comms, error)
 
     def cancel(self, op: Op) -> None:
         """Withdraw a receive that nothing has matched: it completes with `cancelled` set and a CancelledError."""

@@ -10,7 +10,7 @@ fails with a TimeoutError; memory that MPI may still write to is kept alive for 
 import contextlib
 import heapq
 import itertools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -210,9 +210,16 @@ class Progress:
             queue = self._queues[control_comm.handle] = CollectiveQueue(control_comm)
         return queue
 
-    def forget(self, control_comm: "MPI.Comm") -> None:
-        """Drop the queue of a group that ends."""
-        self._queues.pop(control_comm.handle, None)
+    def forget(self, comms: Sequence["MPI.Comm"], error: BaseException | None = None) -> None:
+        """Drop the queues of these communicators, which are used no more, and fail what is outstanding on them."""
+        handles = {comm.handle for comm in comms}
+        queues = [queue for handle in handles if (queue := self._queues.pop(handle, None)) is not None]
+        if error is None:
+            return
+        for queue in queues:
+            self._fail_queue(queue, error)
+        for op in [op for op in self._ops if op.comm is not None and op.comm.handle in handles]:
+            self._abandon(op, error)
 
     def make_passive(self, peer: int) -> None:
         """Let threads sleep although something is outstanding with rank `peer`."""

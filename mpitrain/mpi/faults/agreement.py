@@ -36,10 +36,11 @@ def agree(engine: Engine, comm: MPI.Comm, bits: int) -> int:
 
 def revoke(engine: Engine, communicators: Iterable[MPI.Comm], timeout_s: float | None = None) -> None:
     """Make every call of every rank on these communicators fail, those under way too."""
+    engine.wait(engine.call(lambda: revoke_all(communicators)), timeout_s=timeout_s)
 
-    def revoke_all() -> None:
-        for comm in communicators:
-            if not comm.Is_revoked():
-                comm.Revoke()
 
-    engine.wait(engine.call(revoke_all), timeout_s=timeout_s)
+def revoke_all(communicators: Iterable[MPI.Comm]) -> None:
+    """The same, in the thread that owns MPI."""
+    for comm in communicators:
+        if not comm.Is_revoked():
+            comm.Revoke()

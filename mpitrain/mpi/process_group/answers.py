@@ -19,10 +19,7 @@ from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.torch_backend import BACKEND
 from mpitrain.torch_versions import ErrorType
 
-NO_RECONFIGURE = (
-    f'the backend "{BACKEND}" makes no group anew after a death (enable_reconfigure): start the job again from its last'
-    " checkpoint, or train with a strategy of mpitrain, which goes on without lost ranks (docs/fault-tolerance.md)"
-)
+_NO_RECONFIGURE = "this group cannot be made anew: only the default group can, after enable_reconfigure=True"
 
 
 class Answers(GroupBase):
@@ -98,11 +95,11 @@ class Answers(GroupBase):
 
     def get_reconfigure_handle(self) -> str:
         """Refused: see `reconfigure`."""
-        raise NotImplementedError(NO_RECONFIGURE)
+        raise NotImplementedError(_NO_RECONFIGURE)
 
     def reconfigure(self, options: object) -> MpiWork:
         """Refused."""
-        raise NotImplementedError(NO_RECONFIGURE)
+        raise NotImplementedError(_NO_RECONFIGURE)
 
     # ---- how it fares
 

@@ -23,6 +23,7 @@ from mpitrain.mpi.allreduce_plan import Transport
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.collective_queue import LEFT_GROUP, Announcement, Task
 from mpitrain.mpi.faults.errors import is_lost_peer
+from mpitrain.mpi.faults.regroup import Regroup
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.operation import Op
 from mpitrain.mpi.process_group import algorithm_choice, profiled
@@ -53,19 +54,11 @@ class GroupBase(dist.ProcessGroup):
     """A group over the given ranks of the world (in the order of their ranks in the group)."""
 
     def __init__(self, runtime: Runtime, ranks: Sequence[int], timeout: timedelta):
-        self._rank, self._size = ranks.index(runtime.rank), len(ranks)
-        super().__init__(self._rank, self._size)  # type: ignore[call-arg]
-        self._runtime, self._timeout, self._ranks = runtime, timeout, list(ranks)
+        super().__init__(ranks.index(runtime.rank), len(ranks))  # type: ignore[call-arg]
+        self._runtime, self._timeout = runtime, timeout
         self._engine = runtime.engine
         self._num_bodies = 0
-        by_node: dict[int, list[int]] = {}
-        for own_rank, rank in enumerate(ranks):
-            by_node.setdefault(runtime.nodes[rank], []).append(own_rank)
-        self._nodes = list(by_node.values())  # the group's ranks, node by node
-        self._layout = [
-            [ranks[own_rank] for own_rank in node] for node in self._nodes
-        ]  # as the world's ranks
-        self.decide()
+        self._consist_of(ranks)
         self._has_left = False
         self._failure: BaseException | None = None  # after which this group carries nothing more
         self._abort_hooks: dict[int, Callable[[], None]] = {}
@@ -75,6 +68,18 @@ class GroupBase(dist.ProcessGroup):
         self._done_work.end(None)
         self._comm: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
         self._control_comm: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
+
+    def _consist_of(self, ranks: Sequence[int]) -> None:
+        """These are the group's ranks, as the world's."""
+        self._rank, self._size, self._ranks = ranks.index(self._runtime.rank), len(ranks), list(ranks)
+        by_node: dict[int, list[int]] = {}
+        for own_rank, rank in enumerate(ranks):
+            by_node.setdefault(self._runtime.nodes[rank], []).append(own_rank)
+        self._nodes = list(by_node.values())  # the group's ranks, node by node
+        self._layout = [
+            [ranks[own_rank] for own_rank in node] for node in self._nodes
+        ]  # as the world's ranks
+        self.decide()
 
     def decide(self) -> None:
         """Carry allreduces as the run's plan has it now."""
@@ -91,12 +96,17 @@ class GroupBase(dist.ProcessGroup):
 
     # ---- communicators
 
-    def start(self) -> None:
+    def start(self, name: str = "") -> None:
         """Collective over the members: from here on the communication thread owns MPI, and the group has its
-        communicators."""
+        communicators. `name`: torch's, which no other group of theirs has."""
         self._runtime.start_thread()
-        self._engine.run(lambda: self._meet())
-        self._comm, self._control_comm = self._engine.run(self._make_comms)
+        if self._runtime.regroups:
+            runtime = self._runtime
+            maker = Regroup(self._engine, runtime.comm, runtime.processes, self._ranks, f"group {name}")
+            self._comm, self._control_comm = self._engine.run(lambda: maker.make(self._timeout_s()))
+        else:
+            self._engine.run(lambda: self._meet())
+            self._comm, self._control_comm = self._engine.run(self._make_comms)
         self._runtime.communicators += [self._comm, self._control_comm]
         self._runtime.groups.append(self)
 
@@ -150,7 +160,7 @@ class GroupBase(dist.ProcessGroup):
         return self._engine.submit_collective(lambda may_block: self._free(), self._control_comm, LEFT_GROUP)
 
     def _free(self) -> None:
-        self._engine.forget(self._control_comm)
+        self._engine.forget([self._control_comm])
         for comm in (self._comm, self._control_comm):
             self._runtime.communicators.remove(comm)
             comm.Free()
@@ -285,7 +295,7 @@ class GroupBase(dist.ProcessGroup):
             getattr(self._comm, name)(*arguments)
             return
         start = getattr(self._comm, "I" + name.lower())
-        yield (self._engine.nonblocking(lambda: start(*arguments), arguments),)
+        yield (self._engine.nonblocking(lambda: start(*arguments), arguments, self._comm),)
 
     def _algorithm(self, may_block: bool, num_bytes: int) -> Generator[Iterable[Op], None, str]:
         """The algorithm for a message of this size, the same on all ranks (`algorithm_choice.py`)."""

@@ -135,7 +135,7 @@ class PointToPoint(GroupBase):
         head = bytearray(_HEAD.size + _INLINE_BYTES)
         op = Op("receive", head, source, tag, passive=True)
         op.what = what
-        comm = self._control_comm
+        op.comm = comm = self._control_comm
         return self._engine.post(op, lambda: comm.Irecv(head, source, tag), self._timeout_s(), short)
 
     def _take_in(self, op: Op, tensor: torch.Tensor, event: Any) -> Task:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mpitrain.errors import AgreedError, UsageError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.process_group import backend_inside
-from mpitrain.mpi.process_group.answers import NO_RECONFIGURE, Answers
+from mpitrain.mpi.process_group.answers import Answers
 from mpitrain.mpi.process_group.data_movement import DataMovement
 from mpitrain.mpi.process_group.point_to_point import PointToPoint
 from mpitrain.mpi.process_group.reductions import Reductions
@@ -151,8 +151,14 @@ def _export_ranks(runtime: Runtime) -> None:
 
 def create(options: Any, backend_options: Any = None) -> "MpiProcessGroup":
     """The creator that torch.distributed calls, on the members of a new group only."""
-    if getattr(options, "enable_reconfigure", False):  # torch 2.14 and later
-        raise UsageError(NO_RECONFIGURE)
+    runtime, ranks = ranks_of(options)
+    group = _kind(runtime, ranks, options.timeout)
+    group.start(options.group_id)
+    return group
+
+
+def ranks_of(options: Any) -> tuple[Runtime, list[int]]:
+    """The MPI ranks of a new group, in the order of torch's; the first time MPI is started for it."""
     members = _members_of_a_part(options)
     if members and started() is None:
         start_part(members)
@@ -167,9 +173,7 @@ def create(options: Any, backend_options: Any = None) -> "MpiProcessGroup":
             f"torch.distributed was given rank {options.group_rank} of {options.group_size}, but MPI started this"
             f" process as rank {runtime.rank} of {runtime.size}; leave rank and world_size out, or start all by mpirun"
         )
-    group = _kind(runtime, ranks, options.timeout)
-    group.start()
-    return group
+    return runtime, ranks
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import threading
 import weakref
 from concurrent.futures import CancelledError
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,12 +84,12 @@ def case_another_thread_may_ask_while_groups_come_and_go(rt):
     try:
         sys.setswitchinterval(1e-6)
         thread.start()
-        comms = [SimpleNamespace(handle=number, size=1) for number in range(200)]
+        comms: list[Any] = [SimpleNamespace(handle=number, size=1) for number in range(200)]
         for _ in range(40):
             for control_comm in comms:
                 progress._queues[control_comm.handle] = CollectiveQueue(control_comm)
             for control_comm in comms:
-                progress.forget(control_comm)
+                progress.forget([control_comm])
     finally:
         over.set()
         thread.join()
