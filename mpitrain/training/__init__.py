@@ -18,7 +18,7 @@ from mpitrain.system.saying import flush
 from mpitrain.system.tracebacks import shortened
 from mpitrain.training.families import FAMILIES, run_named
 from mpitrain.training.job_file import load_job
-from mpitrain.training.trained.made_here import remember
+from mpitrain.training.trained.made_here import Result
 
 __all__ = ["train", "train_command"]
 
@@ -53,13 +53,10 @@ def train(
             if threads is not None:
                 from mpitrain.training.in_threads.run import train_in_threads
 
-                result = train_in_threads(lambda: job, Overrides(**overrides), threads)
-            else:
-                result = _train(lambda: job, Overrides(**overrides))
+                return Result(train_in_threads(lambda: job, Overrides(**overrides), threads), job)
+            return Result(_train(lambda: job, Overrides(**overrides)), job)
     except Exception as error:
         raise shortened(error)  # noqa: B904 - the same one
-    remember(result, job)
-    return result
 
 
 def train_command(

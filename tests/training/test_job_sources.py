@@ -1,6 +1,8 @@
 """Where a job stands: in a file, under a name in it, or in a module; and what a run says of it, so that it is found."""
 
+import copy
 import json
+import pickle
 import sys
 import types
 from pathlib import Path
@@ -170,5 +172,9 @@ def test_a_run_whose_job_is_no_variable_says_how_to_name_it(tmp_path):
     for known in (result, tmp_path / "run"):  # who has trained it, such as a notebook, names nothing
         assert isinstance(mt.load(known), torch.nn.Module)
     del job
+    assert isinstance(mt.load(result), torch.nn.Module)  # of a job that was made in the call
+    copies = [copy.deepcopy(result), pickle.loads(pickle.dumps(result)), json.loads(json.dumps(result))]
+    assert all(type(one) is dict and one == result for one in copies)
+    del result
     with pytest.raises(UsageError, match="no variable of a script.*--job FILE:NAME"):
         mt.load(tmp_path / "run")

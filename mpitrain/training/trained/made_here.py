@@ -1,6 +1,7 @@
-"""The jobs that this process has trained, by the runs that they made: what loads such a run need not look for its job.
+"""The jobs that this process has trained: what loads a run of them need not look for its job.
 
-Invariants: nothing here keeps a job, which may hold all of a run's data: it is known as long as the caller holds it.
+Invariants: nothing here keeps a job, which may hold all of a run's data. Who holds the result of a run, or its job, can
+load it. A copy, or what another process is sent, is a plain dict.
 """
 
 from __future__ import annotations
@@ -14,11 +15,18 @@ from mpitrain.job import Job
 _jobs: WeakValueDictionary[str, Job] = WeakValueDictionary()
 
 
-def remember(result: Mapping[str, Any], job: Job) -> None:
-    """This job has made the run of which this is the result."""
-    _jobs[str(result["run"])] = job
+class Result(dict[str, Any]):
+    """What `mt.train` returns: what `result.json` holds, with the job as an attribute."""
+
+    def __init__(self, found: Mapping[str, Any], job: Job):
+        super().__init__(found)
+        self.job = job
+        _jobs[str(found["run"])] = job
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
 
 def job_of(result: Mapping[str, Any] | None) -> Job | None:
-    """The job of the run of which this is the result, if it was trained here and is still there."""
+    """The job of the run of which this is the result, if it was trained here and somebody still holds it."""
     return _jobs.get(str((result or {}).get("run")))
