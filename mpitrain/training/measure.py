@@ -22,6 +22,7 @@ from torch import nn
 
 from mpitrain.checkpoint.tensor_file import Described, body, describe, header, order_of
 from mpitrain.devices import accelerator
+from mpitrain.devices.moving import move
 from mpitrain.embedding.tables import served_layers
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.job import Job
@@ -128,7 +129,7 @@ def build_module(job: Job, device: torch.device, deferred: Deferred | None = Non
         sync_batchnorm(module)
     checkpoint_activations(module, job.activation_checkpointing, compiled=bool(job.compile))
     if deferred is None:
-        module = module.to(device)
+        module = move(module, device)
     else:
         deferred.move(module, device)
     for called in (

@@ -25,6 +25,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mpitrain import torch_versions
+from mpitrain.devices.moving import put
 
 tree_leaves, tree_map = torch_versions.pytree.tree_leaves, torch_versions.pytree.tree_map
 schema_of = torch_versions.schema_of
@@ -153,7 +154,7 @@ class Deferred:
         """As `module.to(device)`, without what is still to be made."""
         for tensor in held_by(module):
             if not self.holds(tensor) and tensor.device != device:
-                tensor.data = tensor.data.to(device)
+                put(tensor, device)
 
     def made(self, tensor: torch.Tensor, device: torch.device = _HOST) -> torch.Tensor:
         """A tensor with the values of one that is still to be made, which stays so."""

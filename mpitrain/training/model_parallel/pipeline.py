@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from mpitrain.checkpoint.tensor_file import Described, describe
 from mpitrain.data.read.batch import cut
+from mpitrain.devices.moving import move
 from mpitrain.errors import UsageError
 from mpitrain.model.building.compiling import compile_in_place
 from mpitrain.model.building.deferred import held_by
@@ -128,7 +129,7 @@ class PipelineStepper(SplitStepper):
         self.strategy = session.strategy
         super().__init__(session, grid, replica, part + 1 == self.strategy.stages, device)
         self.stage, self.owners, self.untouched = stage, owners, untouched
-        self.module = stage.module.to(device)
+        self.module = move(stage.module, device)
         self.use(optimizer)
         autocast_forward(self.module, session.job.precision, device.type)
         compile_in_place(self.module, session.job.compile)
