@@ -108,10 +108,10 @@ test-torch: $(VENV)/.installed-test
 # The libraries lie in a folder of their own, which goes before both environments. What it printed last goes to
 # tests/clients.txt, which is committed.
 CLIENTS := build/clients
-clients: $(CLIENTS)/.installed $(CLIENTS)/script/.installed $(VENV_MPICH)/.installed
+clients: $(CLIENTS)/.installed $(CLIENTS)/script/.installed $(CLIENTS)/more/.installed $(VENV_MPICH)/.installed
 	rm -f $(CLIENTS)/table.txt
 	set -o pipefail; { git rev-parse --short HEAD; PYTHONPATH=$(abspath $(CLIENTS)) MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) \
-	    MPITRAIN_UNCHANGED_SCRIPT=$(abspath $(CLIENTS))/script \
+	    MPITRAIN_UNCHANGED_SCRIPT=$(abspath $(CLIENTS))/script MPITRAIN_MORE_CLIENTS=$(abspath $(CLIENTS))/more \
 	    MPITRAIN_CLIENTS_TABLE=$(abspath $(CLIENTS))/table.txt $(VENV)/bin/python -m pytest tests/clients $(ARGS); } \
 	    | tee $(VENV)/clients.log; code=$$?; \
 	{ head -1 $(VENV)/clients.log; tail -1 $(VENV)/clients.log; sort $(CLIENTS)/table.txt; } > tests/clients.txt; exit $$code
@@ -148,6 +148,11 @@ $(CLIENTS)/script/.installed: $(CLIENTS)/.installed tests/clients/unchanged_scri
 	@$(VENV)/bin/python -m pip download -qq --disable-pip-version-check --no-deps -d $(@D)/wheel -c tests/clients/unchanged_script.txt classy_vision
 	@$(VENV)/bin/python -m zipfile -e $(@D)/wheel/classy_vision-*.whl $(@D)/wheel
 	@cp $(@D)/wheel/*.data/data/classy_vision/classy_train.py $(@D)/classy_vision/
+	@touch $@
+
+$(CLIENTS)/more/.installed: $(CLIENTS)/.installed tests/clients/more_requirements.txt
+	@rm -rf $(@D) && mkdir -p $(@D)
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --target $(@D) -r tests/clients/more_requirements.txt
 	@touch $@
 
 # What a killed rank has run is lost. The tests' own exit code comes last, so that a failure hides no figures. What no
