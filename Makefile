@@ -5,6 +5,8 @@
 #                                                                    (options: make test ARGS="-k report -x", JOBS=0)
 #   make test-oldest the same tests with the oldest torch that setup.cfg allows, in an environment of its own
 #                                                                    (options: make test-oldest ARGS="tests/model")
+#   make test-matrix VERSIONS="2.8.0 newest"  parts of the tests with each torch in turn, downloading gigabytes a version;
+#                    writes tests/matrix.txt                         (options: make test-matrix ARGS="--numpy 1.26.4")
 #   make test-mpich  the same tests where MPICH is the only MPI, and Intel MPI with
 #   make test-intel  in environments of their own; what names Open MPI's launcher is skipped, and counted by reason
 #                                                                    (options: make test-mpich ARGS="tests/mpi", JOBS=0)
@@ -58,7 +60,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test test-oldest test-mpich test-intel test-torch clients gpu tables pairs extended coverage chaos hostile mutants price docs pages site slurm lint lint-style lint-types lint-duplicates format clean
+.PHONY: help train test test-oldest test-matrix test-mpich test-intel test-torch clients gpu tables pairs extended coverage chaos hostile mutants price docs pages site slurm lint lint-style lint-types lint-duplicates format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -77,6 +79,11 @@ test-oldest: $(VENV_OLDEST)/.installed $(VENV_MPICH)/.installed
 	    MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV_OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); } \
 	    | tee $(VENV_OLDEST)/tests.log; code=$$?; \
 	sed -n '1p; /short test summary/,$$p' $(VENV_OLDEST)/tests.log > tests/oldest.txt; tail -1 $(VENV_OLDEST)/tests.log >> tests/oldest.txt; exit $$code
+
+# What it found goes to tests/matrix.txt, which is committed.
+VERSIONS ?= $(OLDEST_TORCH).0 2.9.1 2.13.0 newest
+test-matrix: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.matrix --torch $(VERSIONS) $(ARGS)
 
 # What it printed last goes to tests/mpich.txt and tests/intel.txt, which are committed.
 test-mpich: $(VENV_MPICH)/.installed

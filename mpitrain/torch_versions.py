@@ -113,11 +113,14 @@ def without_outputs(schedule: Any) -> dict[str, bool]:
 
 
 def make_schedule(kind: Callable[..., Any], stage: Any, num_microbatches: int, **options: Any) -> Any:
-    """A schedule of a pipeline. From 2.9 on that of GPipe takes fewer microbatches than there are stages; before, one
-    has to be told another number, which it only notes."""
-    if version() >= (2, 9):
+    """A schedule of a pipeline. Fewer microbatches than there are stages GPipe's takes in 2.13, and refuses in 2.8:
+    there it has to be told another number, which it only notes."""
+    try:
         return kind(stage, num_microbatches, **options)
-    made = kind(stage, max(num_microbatches, stage.num_stages), **options)
+    except ValueError:
+        if num_microbatches >= stage.num_stages:
+            raise
+    made = kind(stage, stage.num_stages, **options)
     made._n_microbatches = num_microbatches
     return made
 

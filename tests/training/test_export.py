@@ -208,6 +208,7 @@ def test_without_torchao_the_way_out_is_said(tmp_path, monkeypatch):
 def test_a_torchao_that_does_not_go_with_this_torch_is_not_called_absent(tmp_path, monkeypatch):
     job = trained(tmp_path)
     monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "torchao" or None)
     with pytest.raises(UsageError, match=rf"does not go with torch {re.escape(torch.__version__)}.*--fp16"):
         mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job)

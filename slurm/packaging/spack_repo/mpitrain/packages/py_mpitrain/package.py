@@ -26,7 +26,7 @@ class PyMpitrain(PythonPackage):
     depends_on("py-mpi4py@4.0:", type=("build", "run"))
     depends_on("py-numpy@1.26:", type=("build", "run"))
     depends_on("py-safetensors@0.4:", type=("build", "run"))
-    depends_on("py-torch@2.13:", type=("build", "run"))
+    depends_on("py-torch@2.8:", type=("build", "run"))
 
     depends_on("py-scikit-learn@1.3:", when="+data", type="run")
     depends_on("py-pyarrow@14.0:", when="+tables", type="run")
