@@ -130,7 +130,7 @@ class Environment:
         return subprocess.run([str(self.python), "-c", code], capture_output=True, text=True).stdout.strip()
 
     def _pip(self, piece: str, *words: str) -> None:
-        given = [str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words]
+        given = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", *words]
         self._piece(piece, given)
 
     def _piece(self, name: str, command: Sequence[str]) -> None:

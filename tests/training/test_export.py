@@ -1,5 +1,6 @@
 """Trained models in fewer bits: bounds of the rounding, files that need nothing of ours, and what is refused."""
 
+import functools
 import json
 import os
 import re
@@ -53,6 +54,17 @@ def trained(path, model=Deep, **changes):
     return job
 
 
+@functools.cache
+def has_int8():
+    """Whether torchao, which goes with few versions of torch, is here and goes with this one."""
+    try:
+        import torchao.quantization  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+needs_int8 = pytest.mark.skipif("not has_int8()", reason="no torchao that goes with this torch")
 ELSEWHERE = """
 import json, sys
 sys.modules["mpitrain"] = None
@@ -84,6 +96,7 @@ def exported(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", map(str, WAYS))
+@needs_int8
 def test_the_file_is_a_program_that_needs_nothing_of_ours(exported, way):
     """For batches of any size, in a process that cannot import this package; close to the trained model."""
     path, job, every, answers = exported
@@ -98,6 +111,7 @@ def test_the_file_is_a_program_that_needs_nothing_of_ours(exported, way):
 
 
 @pytest.mark.parametrize("way", WAYS[:3], ids=str)
+@needs_int8
 def test_quantised_layers_take_a_byte_a_number_and_the_others_are_named(tmp_path, way):
     job = trained(tmp_path)
     done = mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job, **way)
@@ -110,6 +124,7 @@ def test_quantised_layers_take_a_byte_a_number_and_the_others_are_named(tmp_path
 
 
 @pytest.mark.parametrize("how", ["full", "dynamic", "calibrated"])
+@needs_int8
 def test_a_layer_may_take_in_sequences(tmp_path, how):
     layers = (nn.Linear(5, 24), nn.Unflatten(1, (4, 6)), nn.Linear(6, 4), nn.Flatten(), nn.Linear(16, 1))
     job = trained(tmp_path, lambda: nn.Sequential(*layers))
@@ -122,6 +137,7 @@ def one_layer():
     return nn.Linear(5, 3)
 
 
+@needs_int8
 def test_a_weight_is_off_by_half_a_step_of_its_row_at_most(tmp_path):
     job = trained(tmp_path, one_layer)
     done = mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job)
@@ -158,6 +174,7 @@ def test_what_cannot_be_asked_for(tmp_path, way, said):
     assert not (tmp_path / "model.pt2").exists()
 
 
+@needs_int8
 def test_a_forward_pass_that_is_no_program_leaves_no_file(tmp_path):
     job = trained(tmp_path, Branching)
     with pytest.raises(
@@ -183,6 +200,7 @@ class Served(Deep):
         (Served, "the rows of table are in tables-0"),
     ],
 )
+@needs_int8
 def test_a_model_that_cannot_be_quantised(tmp_path, model, said):
     job = toy.make_job(
         model=model, loss=by_column if model is not Served else loss, validate=toy.Memory(), optimizer=sgd
@@ -214,6 +232,7 @@ def test_a_torchao_that_does_not_go_with_this_torch_is_not_called_absent(tmp_pat
         mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job)
 
 
+@needs_int8
 def test_the_command_writes_once_and_prints_what_it_has_measured(tmp_path, capsys):
     (tmp_path / "deep.py").write_text(
         "from tests import toy\nfrom torch import nn\n"
