@@ -5,6 +5,7 @@ user's line torch's frames are left out: they say how torch calls a layer, and n
 """
 
 import linecache
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
@@ -12,8 +13,12 @@ from types import FrameType, TracebackType
 from typing import TypeVar
 
 _OURS = str(Path(__file__).resolve().parents[1]) + "/"
-_INSTALLED = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "purelib", "platlib")})
-_TORCH = tuple({f"{sysconfig.get_path(name)}/torch/" for name in ("purelib", "platlib")})
+# An environment may borrow packages from another one, as with --system-site-packages.
+_PACKAGES = {sysconfig.get_path(name) for name in ("purelib", "platlib")} | {
+    path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")
+}
+_INSTALLED = tuple({path + "/" for path in (sysconfig.get_path("stdlib"), *_PACKAGES)})
+_TORCH = tuple({f"{path}/torch/" for path in _PACKAGES})
 
 E = TypeVar("E", bound=BaseException)
 
