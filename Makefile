@@ -271,4 +271,5 @@ $(VENV_MPICH)/.installed $(VENV_INTEL)/.installed: $(VENV)/.installed-test const
 	@lender=$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	borrower=$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	echo "import site; site.addsitedir('$$lender')" > "$$borrower/borrowed.pth"
+	@printf '#!/bin/sh\nexec "%s" -m mpitrain "$$@"\n' $(abspath $(@D))/bin/python > $(@D)/bin/mpitrain && chmod +x $(@D)/bin/mpitrain
 	@touch $@

@@ -11,8 +11,8 @@ changing: an MPI cannot be changed in a process. Measured in each launch:
     barrier         one barrier, microseconds
 
 A ratio above 1 is in favour of the other MPI: its rate over Open MPI's, or Open MPI's time over its. What a rank's
-environment lacks the package sets as in any run, and `--set` compares with another value:
-`--other-set MPIR_CVAR_YIELD_TYPE=none`.
+environment lacks the package sets as in any run; `--other-set MPIR_CVAR_BARRIER_POSIX_INTRA_ALGORITHM=auto` tries
+another value. Under a load of others' processes medians of calls hide how long a rank was without a core.
 """
 
 from __future__ import annotations

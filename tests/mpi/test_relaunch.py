@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from mpitrain import Sync, simulate
 from mpitrain.training.job_file import load_job
-from tests.ranks import ROOT, find_mpi
+from tests.ranks import ROOT, find_mpi, needs_open_mpi
 
 
 @pytest.fixture
@@ -48,6 +48,7 @@ def test_killed_while_it_writes_a_checkpoint_a_lockstep_run_keeps_its_bits(
 def test_workers_leave_their_dead_server_and_the_next_launch_takes_every_sample_once(
     tmp_path, chaos_relaunch
 ):
+    needs_open_mpi("loses a server under ULFM")
     strategy = "async(servers=1)"
     orders = chaos_relaunch.draw_orders(strategy, random.Random(1)) | {"CHAOS_VICTIM": "0"}
     check(chaos_relaunch.one_job(tmp_path / "run", strategy, orders, "ulfm", None))
