@@ -17,7 +17,7 @@ from mpitrain.errors import DataError, UsageError
 from mpitrain.model.building.activation_checkpointing import checkpoint_activations
 from mpitrain.model.building.layer_cuts import slices
 from mpitrain.system.files.outside import at_home, expanded, find_files
-from mpitrain.training.trained.predict import _shards
+from mpitrain.training.trained.predict import _source
 
 # A folder, and a neighbour that its name matches as a pattern.
 NEIGHBOURS = [
@@ -51,7 +51,7 @@ def test_a_folder_that_looks_like_a_pattern_is_read_and_not_its_neighbour(tmp_pa
         assert any(line.startswith("total: 3 samples") for line in info(str(pattern)))
         assert open_source(str(pattern)).num_samples == 3
     assert any(line.startswith("total: 3 samples") for line in info(str(tmp_path / mine)))
-    assert [file.path for file in _shards(tmp_path / mine).scan().files] == [
+    assert [file.path for file in _source(tmp_path / mine).scan().files] == [
         str(tmp_path / mine / "train-0.h5")
     ]
 

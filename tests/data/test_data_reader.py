@@ -18,6 +18,7 @@ from mpitrain.data.read.chunk_cache import NUM_SPARE, ChunkCache, slots_for
 from mpitrain.data.read.reader import ChunkReader
 from mpitrain.data.read.shard_files import ShardFiles
 from mpitrain.data.write.shard_file import write_shard
+from mpitrain.devices import accelerator
 from mpitrain.errors import DataError, UsageError
 
 DTYPES = [
@@ -486,7 +487,8 @@ def test_batches_are_pinned_where_the_process_computes_on_a_device(tmp_path, mon
         return empty(*args, **kwargs)
 
     arrays = pack_plain(tmp_path, [10], 4)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(accelerator, "is_begun", lambda: True)
+    monkeypatch.setattr(accelerator, "accelerator_pins", lambda: True)
     monkeypatch.setattr(torch, "empty", stand_in)
     source = Shards(f"{tmp_path}/*.h5")
     with source.reader(source.scan(), 0) as reader:

@@ -415,7 +415,8 @@ def test_what_was_told_to_end_before_it_began_is_no_failure(
     monkeypatch.setattr("mpitrain.launch.discover.find_launcher", find)
     words = ["launch", "-n", "2", "--ft", "ulfm", "train", str(tmp_path / "job.py")]
     assert main([*words, "--run-dir", str(tmp_path / "run")]) == 75
-    assert capsys.readouterr().err == "" and not (tmp_path / "run").exists()
+    told = "mpitrain: ended; no checkpoint was written, so a run begins anew\n"
+    assert capsys.readouterr().err == told and not (tmp_path / "run").exists()
 
 
 # ---- the command, end to end
