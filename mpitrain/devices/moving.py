@@ -7,18 +7,23 @@ stepping what nobody computes with.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import nn
+
+_ONE_AT_A_TIME = threading.Lock()  # torch's setting is one of the process, whose replicas may be threads
 
 
 def move(module: nn.Module, device: torch.device) -> nn.Module:
     """`module.to(device)`, with the same parameters."""
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(swaps or not _takes_memory_of(device))
-    try:
-        return module.to(device)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    with _ONE_AT_A_TIME:
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(swaps or not _takes_memory_of(device))
+        try:
+            return module.to(device)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
 def put(tensor: torch.Tensor, device: torch.device) -> None:

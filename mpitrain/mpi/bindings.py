@@ -30,8 +30,8 @@ os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 # Bits: by default the first four sums of an MPICH communicator round otherwise than all later ones, so a run that goes
 # on from a checkpoint would differ (4 ranks of a node: 3e-8 under allreduce(), 1.2e-5 under localsgd), and Intel MPI's
-# depend on where in memory a buffer lies. Speed: these algorithms of MPICH's wait without leaving their core (4 ranks
-# on 2 cores, a barrier 8,600 us and otherwise 1,100, a broadcast of 64 bytes 2,100 and 3; with cores enough no less).
+# depend on where in memory a buffer lies. Speed: these algorithms of MPICH's wait without leaving their core, which the
+# peer that they wait for may need (`benchmarks/other_mpi.py`).
 for _name in ("ALLREDUCE", "BARRIER", "BCAST", "REDUCE"):
     os.environ.setdefault(f"MPIR_CVAR_{_name}_POSIX_INTRA_ALGORITHM", "mpir")
 os.environ.setdefault("I_MPI_CBWR", "1")

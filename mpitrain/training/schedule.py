@@ -13,6 +13,7 @@ from mpitrain.job import Job
 from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.optimizers.torch_scheduler import TorchSchedule
 from mpitrain.model.recipe import UpdateRule
+from mpitrain.reporting.report import NullReport
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.features import MPI, why_not
 from mpitrain.strategies.schedules import Pace, what_changes
@@ -70,6 +71,8 @@ def report_end_of(session: Session, pace: Pace) -> None:
     """Name the tick behind which a torch scheduler that ends before the run keeps its last rates; and warn of one that
     counts steps where it was made to count epochs, as in a loop that steps it at the end of each."""
     schedule, epochs = pace.schedule, session.job.epochs
+    if isinstance(session.report, NullReport):  # to look ahead costs thousands of the scheduler's steps
+        return
     if not isinstance(schedule, TorchSchedule) or schedule.figures is not None:
         return
     num_ticks = schedule.num_ticks(epochs, session.overrides.steps)

@@ -13,14 +13,7 @@ from mpitrain.cli.main import main
 from mpitrain.doctor import site
 from mpitrain.doctor.site import examine_site, judge_rank, judge_srun
 from mpitrain.launch.srun_plugins import parse_mpi_list
-
-NEW = """\
-MPI plugin types are...
-\tnone
-\tpmi2
-\tpmix
-specific pmix plugin versions available: pmix_v3,pmix_v4
-"""
+from tests.launch.test_srun_plugins import NEW
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ class Cluster:
                 if condition():
                     return
             if time.monotonic() > deadline_s:
-                raise RuntimeError(f"waited {timeout_s} s for {what}\n{self.logs()}")
+                raise RuntimeError(f"waited {timeout_s} s for {what}\n{_processes()}\n{self.logs()}")
             time.sleep(0.1)
 
     def logs(self) -> str:
@@ -297,6 +297,14 @@ class Cluster:
         run = self._run(command, timeout=30)
         if run.returncode:
             raise RuntimeError(f"{' '.join(command)}: {run.stderr or run.stdout}\n{self.logs()}")
+
+
+def _processes() -> str:
+    """Those that are Slurm's or a job's, and what in the kernel each waits in: what the daemons' logs do not say."""
+    command = ["ps", "-eo", "pid,ppid,stat,wchan:20,etimes,args", "--cols", "160"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    theirs = [line for line in lines if any(name in line for name in ("slurm", "srun", "mpitrain"))]
+    return "\n".join(["== processes", *lines[:1], *theirs])
 
 
 def _free_ports(count: int) -> list[int]:

@@ -11,9 +11,7 @@ says so to those who wait for it.
 
 from __future__ import annotations
 
-import itertools
 import struct
-import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
@@ -30,7 +28,6 @@ from mpitrain.system import background, processes
 _TOKEN = struct.Struct("<QB")  # what is being made, and whether its sender has met no error
 _LOOK_EVERY_S, _GRACE_S = 0.02, 0.5
 _FIRST_TAG = 17  # those below have other uses on the world's communicator
-_left_behind: list[threading.Thread] = []
 Comms = tuple[MPI.Intracomm, MPI.Intracomm]
 
 
@@ -94,11 +91,10 @@ class Regroup:
             raise error
 
     def _partners(self) -> Iterator[tuple[int, int]]:
-        size = len(self._members)
-        for distance in itertools.takewhile(
-            lambda each: each < size, (1 << power for power in itertools.count())
-        ):
+        size, distance = len(self._members), 1
+        while distance < size:
             yield self._members[(self._me + distance) % size], self._members[(self._me - distance) % size]
+            distance *= 2
 
     def _tag(self, when: str) -> int:
         return _FIRST_TAG + crc32(f"{self._name} {when}".encode()) % (last_tag() - 2 * _FIRST_TAG)
@@ -150,7 +146,6 @@ class Regroup:
                 given_up_s = min(end_s, time.monotonic() + _GRACE_S)
             thread.join(_LOOK_EVERY_S)
         if not made:
-            _left_behind.append(thread)
             if gone := self._gone():
                 raise LostRankError(
                     f"MPI rank {gone[0]} has died while the group {self._name} was made: make one without it"

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from mpitrain.errors import UsageError
-from mpitrain.torch_versions import is_muon, muon_iteration, set_muon_iteration
+from mpitrain.torch_versions import full_version, is_muon, muon_iteration, set_muon_iteration
 
 
 def check_muon(optimizer: torch.optim.Optimizer) -> None:
@@ -26,7 +26,7 @@ def check_muon(optimizer: torch.optim.Optimizer) -> None:
     """
     if is_muon(optimizer) and muon_iteration() is None:
         raise UsageError(
-            "Muon of torch {full_version()} cannot be kept to whole matrices where each rank holds slices; use "
+            f"Muon of torch {full_version()} cannot be kept to whole matrices where each rank holds slices; use "
             "allreduce(), or another optimizer"
         )
 

@@ -3,9 +3,9 @@
 import warnings
 
 import torch
-from torch import nn, optim
+from torch import optim
 
-from tests.clients.programs.recording import build_model, samples, show, start
+from tests.clients.programs.recording import build_model, samples, show, start, steps
 
 
 def train(rank, size):
@@ -22,14 +22,7 @@ def train(rank, size):
         module=model, optimizer=optim.SGD(model.parameters(), lr=0.05), noise_multiplier=0.5, max_grad_norm=1.0,
         data_loader=torch.utils.data.DataLoader(data, batch_size=len(batches[0][0])), poisson_sampling=False,
     )  # fmt: skip
-    losses = []
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return steps(model, optimizer, loader)
 
 
 if __name__ == "__main__":
