@@ -12,7 +12,9 @@ changing: an MPI cannot be changed in a process. Measured in each launch:
 
 A ratio above 1 is in favour of the other MPI: its rate over Open MPI's, or Open MPI's time over its. What a rank's
 environment lacks the package sets as in any run; `--other-set MPIR_CVAR_BARRIER_POSIX_INTRA_ALGORITHM=auto` tries
-another value. Under a load of others' processes medians of calls hide how long a rank was without a core.
+another value. A row says whether Linux shares cores among sessions (`kernel.sched_autogroup_enabled=1`, and no cgroup
+of the launch), of which MPICH's launcher makes one a rank. Under a load of others' processes medians of calls hide how
+long a rank was without a core.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from common import machine, make_parser, median_ratio, table, write_row
 
 HERE = Path(__file__).resolve().parent
 DEADLINE_S = 300
-RATES, TIMES = ("allreduce()", "64 KB pushes"), ("allgather", "barrier")
+RATES = ("allreduce()", "64 KB pushes")  # the others are times
 
 
 def launch(prefix, ranks, seconds, more):
@@ -43,6 +45,18 @@ def launch(prefix, ranks, seconds, more):
     if ended.returncode or line is None:
         raise SystemExit(f"$ {' '.join(command)}\n{ended.stdout}\nexit code {ended.returncode}")
     return json.loads(line)
+
+
+def grouped_by_session():
+    """Whether Linux shares cores among sessions here, of which MPICH's launcher makes one a rank."""
+    enabled = Path("/proc/sys/kernel/sched_autogroup_enabled")
+    groups = Path("/proc/self/cgroup").read_text().splitlines()
+    mine = [
+        line.split(":")[2]
+        for line in groups
+        if line.startswith("0::") or "cpu" in line.split(":")[1].split(",")
+    ]
+    return enabled.exists() and enabled.read_text().strip() == "1" and set(mine) == {"/"}
 
 
 def compare(own, other, ranks, options):
@@ -84,7 +98,7 @@ def main():
         write_row("other_mpi", {
             "ranks": ranks, "rounds": options.rounds, "seconds": options.seconds, "own": names["own"],
             "mpi": names["own"], "other": names["other"], "other_set": options.other_set, "figures": figures,
-            "ratio": ratios, "load": os.getloadavg()[0],
+            "ratio": ratios, "load": os.getloadavg()[0], "grouped_by_session": grouped_by_session(),
         })  # fmt: skip
     print(f"{machine()['cpu']}, {machine()['num_cores']} cores; {names['own']} and {names['other']}")
     print(table(lines), flush=True)

@@ -541,22 +541,24 @@ def threads() -> str:
 
 
 def other_mpi() -> str:
-    found = newest("other_mpi", "other", "ranks")
+    found = newest("other_mpi", "other", "ranks", "grouped_by_session")
     head = (
         "other MPI",
         "ranks",
+        "cores are shared",
         "question",
         "Open MPI",
         "the other",
         "the other's speed / Open MPI's (95 %)",
     )
     body = []
-    for (name, ranks), row in found.items():
+    for (name, ranks, by_session), row in found.items():
+        sharing = "among sessions" if by_session else "among ranks"
         for asked, ratio in row["ratio"].items():
             unit = "samples/s" if asked in ("allreduce()", "64 KB pushes") else "us"
             middle = [statistics.median(row["figures"][who][asked]) for who in ("own", "other")]
             figures = (f"{value:.0f} {unit}" for value in middle)
-            body.append((" ".join(name.split()), str(ranks), asked, *figures, spread(ratio)))
+            body.append((" ".join(name.split()), str(ranks), sharing, asked, *figures, spread(ratio)))
     return table(head, *body) + "\n\n" + origin(*found.values())
 
 
