@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from mpitrain.codecs import Encoder, Part, add_message
 from mpitrain.errors import UsageError
 from mpitrain.messages import Lease
+from mpitrain.model.copies import copied
 from mpitrain.model.gradient.accumulation import LeaseReader
 from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.recipe import Recipe
@@ -29,7 +30,6 @@ from mpitrain.model.wire.flat import FlatModel, all_finite
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.system import trace
-from mpitrain.torch_versions import pytree
 
 
 class PeerReplica:
@@ -278,9 +278,7 @@ class PeerReplica:
 
     def state(self) -> dict[str, Any]:
         """Parameters, optimizer state, residual, buffers, and in gossip the copies of others; all copied."""
-        optimizer = pytree.tree_map(
-            lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self._rates.state()
-        )
+        optimizer = copied(self._rates.state())
         encoder = self.encoder.state() if self.encoder is not None else {}
         copies = {str(source): copy.clone() for source, copy in self._copies.items()}
         return {

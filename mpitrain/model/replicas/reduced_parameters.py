@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from mpitrain.model.copies import copied
 from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.recipe import UpdateRule
 from mpitrain.system import trace
-from mpitrain.torch_versions import pytree
 
 
 class ReducedParameters:
@@ -97,13 +97,9 @@ class ReducedParameters:
         saved, mine = self._rates.state(), {id(parameter) for parameter in self.parameters}
         every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         saved["state"] = {number: one for number, one in saved["state"].items() if id(every[number]) in mine}
-        held = {
-            "parameters": [parameter.detach() for parameter in self.parameters], "optimizer": saved,
-        }  # fmt: skip
-        copied: dict[str, Any] = pytree.tree_map(
-            lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, held
-        )
-        return copied
+        parameters = [parameter.detach() for parameter in self.parameters]
+        kept: dict[str, Any] = copied({"parameters": parameters, "optimizer": saved})
+        return kept
 
     @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpitrain.model.copies import copied
 from mpitrain.model.gradient.accumulation import LeaseReader
 from mpitrain.model.optimizers.server_steps import ServerSteps
 from mpitrain.model.recipe import GradientRule
@@ -22,7 +23,6 @@ from mpitrain.model.wire.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.wire.flat import FlatModel, all_finite
 from mpitrain.model.wire.push_codec import PushCoder
 from mpitrain.model.wire.reply_codec import ReplyReader
-from mpitrain.torch_versions import pytree
 
 
 class Gradient(NamedTuple):
@@ -258,9 +258,9 @@ class Replica:
             own["parameters"] = self._own_parameters() if self._kept is None else self._kept
         return {
             "buffers": [buffer.detach().clone() for buffer in self._own_buffers()],
-            "local": _copied(self.local.state()) if self.local else None,
+            "local": copied(self.local.state()) if self.local else None,
             "coder": self.coder.state() if self.coder else None,
-            "remote": _copied(self.server_steps.state()) if self.server_steps else None,
+            "remote": copied(self.server_steps.state()) if self.server_steps else None,
             **own,
         }
 
@@ -282,7 +282,3 @@ class Replica:
         """Take the buffers of what `state` returned."""
         for buffer, saved in zip(self._own_buffers(), state["buffers"], strict=True):
             buffer.copy_(saved)
-
-
-def _copied(tree: object) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)

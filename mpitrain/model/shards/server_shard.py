@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from mpitrain.embedding.shard import TableShard
 from mpitrain.errors import UsageError
 from mpitrain.messages import NOT_SENT
+from mpitrain.model.copies import copied
 from mpitrain.model.optimizers.group_options import FollowedOptions
 from mpitrain.model.optimizers.optimizer import Rates, check_elementwise, coupled_decays, rebuild, scaled
 from mpitrain.model.optimizers.several_optimizers import SeveralOptimizers
@@ -35,7 +36,6 @@ from mpitrain.model.wire.reply_codec import ReplyCoder
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.parameter_server.asynchronous import Async
 from mpitrain.strategies.schedules import Pace
-from mpitrain.torch_versions import pytree
 
 
 class ShardStore:
@@ -336,9 +336,7 @@ class ShardStore:
 
     def state(self) -> dict[str, Any]:
         """Parameters, optimizer state and the correction's memory as the last update left them; tensors are copies."""
-        copied = pytree.tree_map(
-            lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self._rates.state()
-        )
+        optimizer = copied(self._rates.state())
         correction = self.correction.state() if self.correction else {}
         replies: dict[str, Any] = (
             {"replies": {"codec": self._coder.codec.name, **self._coder.state()}} if self._coder else {}
@@ -346,7 +344,7 @@ class ShardStore:
         if self.updates.ema is not None:
             replies["ema"] = self.updates.ema.state()
         return {
-            "parameters": self.live.body.clone(), "optimizer": copied, "correction": correction, **replies,
+            "parameters": self.live.body.clone(), "optimizer": optimizer, "correction": correction, **replies,
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
