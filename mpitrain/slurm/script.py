@@ -73,6 +73,7 @@ KINDS: dict[str, _Kind] = {
             script_parts.STAGE,
             script_parts.FINISH,
             script_parts.DEAF,
+            script_parts.HET_OUTLIVED,
             script_parts.HET_BODY,
         ),
     ),

@@ -460,6 +460,18 @@ WORKERS=${WORKERS_PER_NODE:-${SLURM_GPUS_PER_NODE_HET_GROUP_1:-1}}
 WORKERS=${WORKERS##*:} # "a100:4" is 4
 """
 
+HET_OUTLIVED = """\
+# Before 24.05.4 the srun of a heterogeneous step may wait for ever when its ranks have ended: a race in Slurm's PMIx
+# plugin. The result, which a run writes last, says how it ended.
+RESULT=$RUN_DIR/result.json
+outlived() {
+    until [[ $RESULT -nt $RUN_DIR/hosts ]]; do sleep "${SRUN_LOOK_S:-10}"; done
+    sleep "${SRUN_GRACE_S:-120}"
+    echo "$RESULT was written ${SRUN_GRACE_S:-120} s ago and srun still waits: ended by this script" >&2
+    pkill -KILL -P $$ -x srun
+}
+"""
+
 HET_BODY = """\
 need_all_fit "${SERVER_HOSTS[@]}" "${WORKER_HOSTS[@]}"
 stage_in "${SERVER_HOSTS[@]}" "${WORKER_HOSTS[@]}"
@@ -476,9 +488,15 @@ rc=0
 # srun makes one MPI world of both components, the first one's ranks lowest. mpirun cannot. It ends with any of them.
 unset MPITRAIN_FT
 train=("${DEAF[@]}" "${COPY[@]}" "${MPITRAIN[@]}" train "$@" --run-dir "$RUN_DIR" --resume auto)
+outlived &
+watch=$!
 run "${LAUNCH[@]}" --kill-on-bad-exit=1 --unbuffered \\
     --nodes="${#SERVER_HOSTS[@]}" --ntasks="$servers" "${train[@]}" : \\
     --nodes="${#WORKER_HOSTS[@]}" --ntasks="$workers" --ntasks-per-node="$WORKERS" --cpus-per-task="$cores" \\
     "${BIND[@]}" "${train[@]}" || rc=$?
+kill "$watch" 2>/dev/null || true
+if ((rc == 137)) && [[ $RESULT -nt $RUN_DIR/hosts ]]; then
+    rc=$(sed -n 's/^  "exit_code": \\([0-9]*\\),*$/\\1/p' "$RESULT")
+fi
 finish "$rc"
 """

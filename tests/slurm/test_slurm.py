@@ -229,6 +229,41 @@ def test_a_script_waits_on_after_a_signal_that_was_put_off(tmp_path: Path, what:
     assert (tmp_path / "out").read_text() == told
 
 
+# Writes what a run leaves behind, and goes on for ever where it is to.
+OUTLIVING = """#!/bin/bash
+printf '{\n  "exit_code": %d,\n  "ranks": [{\n    "exit_code": 9}]}' "$1" >result.json
+if (($2)); then while :; do sleep 0.1; done; fi
+exit 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "waits_on", "ends_with"),
+    [(0, True, 0), (75, True, 75), (0, False, 1)],
+    ids=["trained", "to-be-requeued", "what-ends-by-itself"],
+)
+def test_an_srun_that_outlives_its_ranks_is_ended(tmp_path, code, waits_on, ends_with):
+    (tmp_path / "srun").write_text(OUTLIVING)
+    (tmp_path / "srun").chmod(0o755)
+    (tmp_path / "hosts").touch()
+    os.utime(tmp_path / "hosts", (1, 1))
+    body = script_parts.HET_BODY.partition("outlived &")
+    parts = f"{script_parts.SIGNALS}{script_parts.HET_OUTLIVED}"
+    begin = (
+        f"set -euo pipefail\nsignals=0 now=0 rc=0 RUN_DIR=. MPITRAIN=() LAUNCH=(./srun {code} {waits_on:d})\n"
+    )
+    names = "SERVER_HOSTS=(n1) WORKER_HOSTS=(n2) servers=1 workers=1 WORKERS=1 cores=1 BIND=() train=()\n"
+    ways = 'note() { :; }\nfinish() { exit "$1"; }\n'
+    env = {"PATH": "/usr/bin:/bin", "SRUN_GRACE_S": "0.1" if waits_on else "60", "SRUN_LOOK_S": "0.1"}
+    with open(tmp_path / "out", "w+") as out:
+        ended = subprocess.run(
+            ["bash", "-c", f"{begin}{names}{ways}{parts}{''.join(body[1:])}"],
+            cwd=tmp_path, env=env, stdout=out, stderr=out, timeout=60, check=False,
+        )  # fmt: skip
+    assert ended.returncode == ends_with
+    assert ("srun still waits" in (tmp_path / "out").read_text()) == waits_on
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_no_function_of_a_script_returns_what_stood_before_a_signal(kind: str) -> None:
     """In a trap, and in what it calls, a bare `return` gives the code of what the signal has interrupted, and `set -e`

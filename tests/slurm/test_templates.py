@@ -45,6 +45,7 @@ def test_each_template_trains(site: Site) -> None:
             "--strategy",
             ASYNC,
             RUN_DIR="het",
+            SRUN_GRACE_S="20",
             **staged,
         ),
         "mpich": site.sbatch(*one, "slurm/multi-node.sbatch", SMALL, "--strategy", ASYNC, mpi="mpich"),
