@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.slurm import script_parts
+from mpitrain.slurm import het_parts, script_parts
 from mpitrain.slurm.limits import LEAST_LEAD_S, LEAST_MINUTES, LEAST_TRAIN_S, LIMIT, lead, seconds_of
 from mpitrain.values import nearest
 
@@ -64,17 +64,17 @@ KINDS: dict[str, _Kind] = {
         2,
         (
             script_parts.RUN_DIR,
-            script_parts.HET_NODES,
+            het_parts.NODES,
             LIMIT,
             script_parts.SIGNALS,
-            script_parts.HET_EACH,
+            het_parts.EACH,
             script_parts.CHECK_NODES,
             script_parts.ALL_FIT,
             script_parts.STAGE,
             script_parts.FINISH,
             script_parts.DEAF,
-            script_parts.HET_OUTLIVED,
-            script_parts.HET_BODY,
+            het_parts.OUTLIVED,
+            het_parts.BODY,
         ),
     ),
     "array-sweep": _Kind(

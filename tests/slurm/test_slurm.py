@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import UsageError
-from mpitrain.slurm import KINDS, Script, may_requeue, render, render_site, script_parts
+from mpitrain.slurm import KINDS, Script, het_parts, may_requeue, render, render_site, script_parts
 from mpitrain.slurm.limits import LIMIT, lead
 from mpitrain.slurm.requeue import decide, decide_without_checkpoint
 from mpitrain.slurm.script import make
@@ -247,8 +247,8 @@ def test_an_srun_that_outlives_its_ranks_is_ended(tmp_path, code, waits_on, ends
     (tmp_path / "srun").chmod(0o755)
     (tmp_path / "hosts").touch()
     os.utime(tmp_path / "hosts", (1, 1))
-    body = script_parts.HET_BODY.partition("outlived &")
-    parts = f"{script_parts.SIGNALS}{script_parts.HET_OUTLIVED}"
+    body = het_parts.BODY.partition("outlived &")
+    parts = f"{script_parts.SIGNALS}{het_parts.OUTLIVED}"
     begin = (
         f"set -euo pipefail\nsignals=0 now=0 rc=0 RUN_DIR=. MPITRAIN=() LAUNCH=(./srun {code} {waits_on:d})\n"
     )
