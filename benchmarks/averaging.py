@@ -102,7 +102,7 @@ def show(options, contestants, seconds):
         f"{options.model}, {numel / 1e6:.2f} million parameters, {runtime.size} ranks, {options.where}\n{table(rows)}"
     )
     row = {"model": options.model, "where": options.where, "ranks": runtime.size, "rounds": options.rounds}
-    write_row("averaging", row | {"ways": record, "mpi": runtime.library})
+    write_row("averaging", row | {"ways": record})
 
 
 if __name__ == "__main__":

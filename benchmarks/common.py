@@ -2,7 +2,8 @@
 
 Invariants: speed is a ratio measured in one run. Contestants take turns in small blocks, so that
 drift of the machine hits all alike; the figure is the median of the paired ratios with a 95 % bootstrap
-interval, and a row with machine, versions and commit goes to `results/`.
+interval. A row that is recorded stands for a commit: `--record` refuses a tree that differs from its own before
+anything is measured. What else kept the machine busy marks a row, and never drops it.
 """
 
 from __future__ import annotations
@@ -14,26 +15,64 @@ import os
 import platform
 import random
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TRACKED = Path(__file__).parent / "results"  # under version control: only with --record
+from mpitrain.system.launched.launch_variables import launched_rank
+
+ROOT = Path(__file__).resolve().parents[1]
+TRACKED = ROOT / "benchmarks" / "results"  # under version control: only with --record
 _folder = (
     Path(os.environ["MPITRAIN_BENCHMARK_RESULTS"]) if "MPITRAIN_BENCHMARK_RESULTS" in os.environ else None
 )
+# What runs write, and is committed with them.
+_WRITTEN_BY_RUNS = (":!/benchmarks/results", ":(top,exclude,glob)tests/*.txt")
+_BUSY = 0.5  # a load before the run, by cores, from which a row is marked
+_STOLEN = 0.02  # and a share of the time
+
+
+@dataclass
+class _Run:
+    """What this process has been told to measure, and how busy the machine was before."""
+
+    settings: dict[str, Any]
+    load: float
+    ticks: list[int]
+
+
+_run = _Run({}, 0.0, [])
 
 
 class _Record(argparse.Action):
     """From now on rows are appended to the tracked results."""
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         global _folder
+        if not launched_rank() and (changed := changed_files()):
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            files = f"{', '.join(changed[:3])}{more}"
+            told = f"--record: no row, for it would name commit {head()}, from which {files} differ: commit or restore "
+            print(f"{told}them, or measure without --record", file=sys.stderr, flush=True)
+            if "mpi4py.MPI" in sys.modules and sys.modules["mpi4py.MPI"].Is_initialized():
+                os._exit(2)  # the others, who do not look, would be waited for at the end of MPI
+            parser.exit(2)
         _folder = TRACKED
+
+
+class _Parser(argparse.ArgumentParser):
+    """Keeps what it has parsed for the row."""
+
+    def parse_known_args(self, *words: Any, **more: Any) -> Any:
+        options, rest = super().parse_known_args(*words, **more)
+        _run.settings |= {name: value for name, value in vars(options).items() if name != "record"}
+        return options, rest
 
 
 def never_destroyed(*objects: Any) -> None:
@@ -47,19 +86,16 @@ def never_destroyed(*objects: Any) -> None:
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    """The parser of a benchmark, with `--record`."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_record_option(parser)
-    return parser
-
-
-def add_record_option(parser: argparse.ArgumentParser) -> None:
-    """Without it a run only prints, and writes to the folder MPITRAIN_BENCHMARK_RESULTS if that is set."""
+    """The parser of a benchmark, with `--record`: without it a run only prints, and writes to the folder
+    MPITRAIN_BENCHMARK_RESULTS if that is set.
+    """
+    global _run
+    _run = _Run({}, os.getloadavg()[0], _ticks())
+    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--record", action=_Record, nargs=0, help="append what was measured to benchmarks/results"
     )
+    return parser
 
 
 def median_ratio(
@@ -89,32 +125,83 @@ def mean_interval(values: Sequence[float], num_draws: int = 2000) -> tuple[float
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    from importlib.metadata import version
-
     cpus = Path("/proc/cpuinfo").read_text().splitlines()
     model = next(
         (line.split(":")[1].strip() for line in cpus if line.startswith("model name")), platform.processor()
     )
-    packages = {name: version(name) for name in ("torch", "mpi4py", "numpy")}
     return {
         "cpu": model,
+        "caches": _caches(),
         "num_cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "commit": _commit(),
-        **packages,
     }
 
 
-def _commit() -> str:
-    """The commit that runs here; `-dirty` where files differ from it, other than the results that were recorded."""
+def _caches() -> str:
+    """The caches of the first core: `L1d 32K, L1i 32K, L2 512K, L3 32768K`."""
+    told = []
+    for each in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = ((each / name).read_text().strip() for name in ("level", "type", "size"))
+        told.append(f"L{level}{kind[0].lower() if kind != 'Unified' else ''} {size}")
+    return ", ".join(told)
 
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent)
-        return done.stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/benchmarks/results")
-    return git("describe", "--always") + ("-dirty" if changed else "")
+def _versions() -> dict[str, str]:
+    """Of every distribution that this process has imported, and of those that the ranks which it starts import."""
+    from importlib.metadata import packages_distributions, version
+
+    imported = {name.partition(".")[0] for name in sys.modules}
+    names = {names[0] for module, names in packages_distributions().items() if module in imported}
+    return {name: version(name) for name in sorted(names - {"mpitrain"} | {"torch", "mpi4py", "numpy"})}
+
+
+def _mpi() -> dict[str, str]:
+    """The MPI library that this process has loaded, if it has one."""
+    if "mpi4py.MPI" not in sys.modules:
+        return {}
+    return {"mpi": sys.modules["mpi4py.MPI"].Get_library_version().strip("\0\n ").splitlines()[0]}
+
+
+def _ticks() -> list[int]:
+    """What all processors have spent so far: user, nice, system, idle, iowait, irq, softirq, steal."""
+    return [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
+
+
+def busyness() -> dict[str, Any]:
+    """How busy the machine was before this run and since, and what its host has given to others."""
+    spent = [after - before for before, after in zip(_run.ticks, _ticks(), strict=True)]
+    stolen = spent[7] / max(1, sum(spent))
+    return {
+        "load_before": round(_run.load, 2),
+        "load_during": round(os.getloadavg()[0], 2),
+        "busy_share": round(1 - (spent[3] + spent[4]) / max(1, sum(spent)), 3),
+        "steal_share": round(stolen, 4),
+        "under_load": _run.load > _BUSY * len(os.sched_getaffinity(0)) or stolen > _STOLEN,
+    }
+
+
+def git(*words: str) -> str:
+    """What git says here, or nothing outside a checkout."""
+    if not shutil.which("git"):
+        return ""
+    return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+
+
+def changed_files() -> list[str]:
+    """Tracked files that differ from the commit, other than what runs and `make docs` write."""
+    told = git("status", "--porcelain", "--untracked-files=no", "--", ":/", *_WRITTEN_BY_RUNS)
+    paths = [line[2:].strip().split(" -> ")[-1] for line in told.splitlines()]
+    return [path for path in paths if not _is_generated(ROOT / path)]
+
+
+def _is_generated(path: Path) -> bool:
+    return path.suffix == ".md" and path.exists() and "<!-- generated: " in path.read_text(encoding="utf-8")
+
+
+def head() -> str:
+    """The commit of the checkout, `unknown` outside one."""
+    return git("rev-parse", "--short", "HEAD") or "unknown"
 
 
 def write_row(name: str, row: dict[str, Any]) -> None:
@@ -124,14 +211,23 @@ def write_row(name: str, row: dict[str, Any]) -> None:
         return
     _folder.mkdir(parents=True, exist_ok=True)
     path = _folder / f"{name}.jsonl"
+    versions = _versions()
+    asked_by = getattr(sys.modules["__main__"], "__file__", None) or __file__
     stamped = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "command": shlex.join(sys.argv),
+        "commit": head() + ("-dirty" if changed_files() else ""),
+        "criterion": git("log", "-1", "--format=%h", "--", str(Path(asked_by).resolve())),
         **machine(),
+        **{name: versions[name] for name in ("torch", "mpi4py", "numpy")},
+        "versions": versions,
+        "settings": _run.settings,
+        **busyness(),
+        **_mpi(),
         **row,
     }
     with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(stamped) + "\n")
+        file.write(json.dumps(stamped, default=str) + "\n")
     print(f"written to {path}", flush=True)
 
 

@@ -146,7 +146,7 @@ def show(options, seconds, told):
         "rounds": options.rounds,
         "ways": record,
     }
-    write_row("compression", row | {"mpi": runtime.library})
+    write_row("compression", row)
 
 
 def start_groups(interface):

@@ -17,7 +17,6 @@ load of the machine before the run is in the row.
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
 
@@ -101,7 +100,7 @@ def measure(runtime, name, options):
     return {key: values[WARM_UP:] for key, values in seconds.items()}, contestants["plain"].module
 
 
-def show(runtime, name, seconds, module, options, load):
+def show(runtime, name, seconds, module, options):
     ratios = {key: median_ratio(seconds[key], seconds["plain"]) for key in ("guarded", "again")}
     lines = [("way", "median ms", "ratio to plain", "95 % interval")]
     for key, values in seconds.items():
@@ -109,12 +108,12 @@ def show(runtime, name, seconds, module, options, load):
         spread = (f"{ratio[0]:.4f}", f"{ratio[1]:.4f} - {ratio[2]:.4f}") if ratio else ("", "")
         lines.append((key, f"{statistics.median(values) * 1e3:.3f}", *spread))
     tensors = [parameter.numel() for parameter in module.parameters()]
-    print(f"\n{name}: {sum(tensors) / 1e6:.2f} million parameters in {len(tensors)} tensors, load {load:.1f}")
+    print(f"\n{name}: {sum(tensors) / 1e6:.2f} million parameters in {len(tensors)} tensors")
     print(table(lines), flush=True)
     row = {
         "model": name, "rounds": options.rounds, "block": options.block, "tensors": len(tensors),
         "median_ms": {key: statistics.median(values) * 1e3 for key, values in seconds.items()},
-        "ratio_to_plain": ratios, "load_before": load, "mpi": runtime.library,
+        "ratio_to_plain": ratios,
     }  # fmt: skip
     write_row("guard_cost", row)
 
@@ -125,7 +124,7 @@ def main():
     parser.add_argument("--block", type=int, default=4)
     parser.add_argument("--model", choices=sorted(KINDS), default=None)
     options = parser.parse_args()
-    load, runtime = os.getloadavg()[0], start()
+    runtime = start()
     assert runtime.size == 2, "start with 2 ranks"
     torch.set_num_threads(1)
     if runtime.rank == 0:
@@ -134,7 +133,7 @@ def main():
         for name in [options.model] if options.model else sorted(KINDS):
             seconds, module = measure(runtime, name, options)
             if runtime.rank == 0:
-                show(runtime, name, seconds, module, options, load)
+                show(runtime, name, seconds, module, options)
     runtime.finish()
 
 

@@ -130,7 +130,7 @@ def show(options, runtime, num_samples, seconds, same):
     print(table(rows))
     print(f"same bytes: {'yes' if same else 'NO'}", flush=True)
     row = {"rounds": options.rounds, "megabytes": megabytes, "ranks": runtime.size, "ways": ways}
-    write_row("packing", row | {"same_bytes": same, "mpi": runtime.library})
+    write_row("packing", row | {"same_bytes": same})
 
 
 if __name__ == "__main__":

@@ -274,7 +274,6 @@ def main():
     parser.add_argument("--pairs", action="store_true", help="raw, shuffled and mpitrain alone, by turns")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    load = os.getloadavg()[0]  # of the machine, whose other work our two threads share its cores with
     warnings.filterwarnings(
         "ignore", "This DataLoader will create"
     )  # more workers than cores: that is asked for
@@ -287,7 +286,6 @@ def main():
         hidden = show_hiding([files for case, (files, _) in found.items() if case in computing], options)
     row = {
         "pairs": options.pairs,
-        "load_before": load,
         "rounds": options.rounds,
         "megabytes": options.megabytes,
         "h5py": h5py.__version__,

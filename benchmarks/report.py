@@ -86,7 +86,8 @@ def server() -> str:
         for (megabytes, servers), row in found.items()
     ]  # fmt: skip
     last = list(found.values())[-1]
-    load, idle = last["load_before"][0], last["idle_core"]
+    load, idle = last["load_before"], last["idle_core"]
+    load = load if isinstance(load, float) else load[0]  # rows of old have that of 5 and 15 minutes, too
     told = f"The load of the machine before the run was {load:.1f}; an idle server took {idle:.1%} of a core."
     return table(head, *body) + f"\n\n{told}\n\n" + origin(last)
 

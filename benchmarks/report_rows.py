@@ -58,7 +58,8 @@ def origin(*rows: Row) -> str:
     for row in rows:
         mpi = row.get("mpi", "").split(",")[0]
         rounds = f"{row['rounds']} rounds" if isinstance(row.get("rounds"), int) else ""
-        words = [row["cpu"], f"{row['num_cores']} cores", f"torch {row.get('torch', '?')}", mpi, rounds]
+        busy = "under load" if row.get("under_load") else ""
+        words = [row["cpu"], f"{row['num_cores']} cores", f"torch {row.get('torch', '?')}", mpi, rounds, busy]
         line = f"{row['date']}, commit {row['commit']}, {', '.join(filter(None, words))}"
         if line not in lines:
             lines.append(line)

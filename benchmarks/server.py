@@ -305,7 +305,7 @@ def drive(options, ranks, pids):
                 "megabytes": megabytes, "servers": num_servers, "rounds": options.rounds,
                 "block": block_of(megabytes), "median_ms": {way: medians[way] * 1e3 for way in WAYS},
                 "megabytes_per_second": carried, "ours_to_bare": to_bare, "rpc_to_ours": gain,
-                "idle_core": idle, "load_before": options.load, "mpi": runtime.library,
+                "idle_core": idle,
             }  # fmt: skip
             write_row("server", row)
     print(table(times))
@@ -327,7 +327,6 @@ def main():
     most = (runtime.size - 1) // 3
     options.servers = options.servers or list(range(1, most + 1))
     assert 1 <= max(options.servers) <= most, f"start with {1 + 3 * max(options.servers or [1])} ranks"
-    options.load = os.getloadavg()
     torch.set_num_threads(1)
     ranks = [tuple(range(1 + kind * most, 1 + (kind + 1) * most)) for kind in range(3)]
     pids = runtime.allgather(os.getpid())

@@ -137,7 +137,7 @@ def show(rows, batch, seconds, sent, options):
         "rows": rows, "batch": batch, "words": WORDS, "width": WIDTH, "rounds": options.rounds, "block": options.block,
         "median_ms": medians, "gloo_dense_over": ratios, "sparse_bytes": sent, "dense_bytes": whole,
     }  # fmt: skip
-    write_row("sparse", row | {"mpi": runtime.library})
+    write_row("sparse", row)
 
 
 def main():

@@ -107,7 +107,7 @@ def show(options, job, speeds, idle, bubble):
     print(f"{machine()['cpu']}, {machine()['num_cores']} cores; {numbers / 1e6:.2f} million parameters")
     print(table(rows), flush=True)
     row = {"rounds": options.rounds, "steps": options.steps, "num_parameters": numbers, "ways": ways}
-    write_row("splitting", row | {"mpi": start().library})
+    write_row("splitting", row)
 
 
 if __name__ == "__main__":

@@ -201,7 +201,7 @@ def show(name, seconds, options):
         "ratio_to_gloo": ratios,
         "allreduce_over": bounds,
     }
-    write_row("step_time", row | {"mpi": runtime.library})
+    write_row("step_time", row)
 
 
 def main():

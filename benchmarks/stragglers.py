@@ -27,7 +27,6 @@ import dataclasses
 import io
 import json
 import math
-import os
 import shutil
 import socket
 import statistics
@@ -240,7 +239,6 @@ def main():
     options.strategies = [name for name in STRATEGIES if name in options.strategies or name == BASE]
     assert runtime.size == WORKERS + 1, f"start with {WORKERS + 1} ranks"
     torch.set_num_threads(1)
-    load = os.getloadavg()
     folder = Path(runtime.broadcast(tempfile.mkdtemp(prefix="stragglers-") if runtime.rank == 0 else None))
     if runtime.rank == 0:
         print(f"{machine()['cpu']}, {machine()['num_cores']} cores, one thread a rank", flush=True)
@@ -273,9 +271,8 @@ def main():
                 "epochs": options.epochs,
                 "inject": orders[kind],
                 "slept_per_batch_s": base_s(kind, options),
-                "load_before": load,
             }
-            write_row("stragglers", row | {"mpi": runtime.library})
+            write_row("stragglers", row)
         shutil.rmtree(folder)
     never_destroyed(dist.group.WORLD, group)
     dist.destroy_process_group()

@@ -306,7 +306,7 @@ def show(rows, batch, seconds, sizes):
         "gloo_dense_over": ratios, "dense_bytes": whole, **sizes["sync"], "hybrid": sizes["hybrid"],
         "sync_over_hybrid": median_ratio(seconds["sync"], seconds["hybrid"]),
     }  # fmt: skip
-    write_row("tables", row | {"mpi": runtime.library})
+    write_row("tables", row)
 
 
 def read_options():

@@ -103,18 +103,67 @@ def test_the_emulated_hosts_explain_themselves(helps):
     assert "run" in helps["hosts"] and "down" in helps["hosts"]
 
 
-def test_rows_are_tracked_only_on_request(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def common(tmp_path, monkeypatch):
+    """What writes rows, in a repository of its own with one commit."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.delenv("MPITRAIN_BENCHMARK_RESULTS", raising=False)
     common = importlib.reload(importlib.import_module("common"))
-    monkeypatch.setattr(common, "TRACKED", tmp_path / "results")
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    monkeypatch.setattr(common, "TRACKED", tmp_path / "benchmarks" / "results")
+    common.TRACKED.mkdir(parents=True)
+    (tmp_path / "tests").mkdir()
+    for name in ("code.py", "page.md", "tests/gpu.txt", "benchmarks/results/some.jsonl"):
+        (tmp_path / name).write_text("<!-- generated: figures -->\n" if name.endswith(".md") else "")
+    me = ("-c", "user.name=me", "-c", "user.email=me@here")
+    for words in (("init", "-q"), ("add", "."), (*me, "commit", "-qm", "all")):
+        common.git(*words)
+    return common
+
+
+def test_rows_are_tracked_only_on_request(common, capsys):
     common.make_parser("").parse_args([])
     common.write_row("some", {"figure": 1})
-    assert list(tmp_path.iterdir()) == [] and "--record" in capsys.readouterr().out
+    assert rows_of("some", common.TRACKED) == [] and "--record" in capsys.readouterr().out
     common.make_parser("").parse_args(["--record"])
     common.write_row("some", {"figure": 1})
-    (row,) = rows_of("some", tmp_path / "results")
-    assert row["figure"] == 1 and "commit" in row
+    (row,) = rows_of("some", common.TRACKED)
+    assert row["figure"] == 1 and row["commit"] == common.git("rev-parse", "--short", "HEAD")
+
+
+def test_a_row_is_refused_where_the_tree_is_not_its_commit_before_anything_is_measured(
+    common, capsys, monkeypatch
+):
+    for name in ("page.md", "tests/gpu.txt", "benchmarks/results/some.jsonl"):
+        (common.ROOT / name).write_text("<!-- generated: figures -->\nelse")
+    common.make_parser("").parse_args(["--record"])  # what runs and `make docs` write may differ
+    (common.ROOT / "code.py").write_text("else")
+    with pytest.raises(SystemExit) as refused:
+        common.make_parser("").parse_args(["--record"])
+    told = capsys.readouterr().err
+    assert refused.value.code == 2 and told.count("\n") == 1 and "code.py" in told and "page.md" not in told
+    monkeypatch.setenv("PMIX_RANK", "1")  # one rank of a launch says it
+    common.make_parser("").parse_args(["--record"])
+
+
+def test_a_row_names_its_machine_versions_settings_and_what_else_ran(common, monkeypatch):
+    def row_of(load, stolen):
+        ticks = iter(([0] * 8, [50, 0, 0, 50 - stolen, 0, 0, 0, stolen]))
+        monkeypatch.setattr(common, "_ticks", lambda: next(ticks))
+        monkeypatch.setattr(common.os, "getloadavg", lambda: (load,) * 3)
+        parser = common.make_parser("")
+        parser.add_argument("--sizes", nargs="+", type=int)
+        parser.parse_args(["--record", "--sizes", "4", "5"])
+        common.write_row("some", {})
+        return rows_of("some", common.TRACKED)[-1]
+
+    row = row_of(0.0, 0)
+    assert row["settings"] == {"sizes": [4, 5]} and not row["under_load"] and row["busy_share"] == 0.5
+    assert {"torch", "numpy", "mpi4py", "pytest"} <= set(row["versions"])
+    assert row["num_cores"] > 0 and {"cpu", "caches", "criterion", "load_during"} <= set(row)
+    stolen = row_of(0.0, 5)  # nobody else waits for a core, and the host has taken one away
+    assert stolen["under_load"] and stolen["steal_share"] == 0.05
+    assert row_of(99.0, 0)["under_load"]
 
 
 @pytest.mark.parametrize("name", sampled(BENCHMARKS, SAMPLE))
