@@ -17,6 +17,7 @@ from typing import Any
 
 from common import make_parser, table, write_row
 from growth import first_step, run_ranks
+from measuring.measurement import VIRTUAL, Measurement
 
 from mpitrain.effects import Send
 from mpitrain.messages import payload_bytes
@@ -26,6 +27,10 @@ from mpitrain.strategies.parameter_server.sync import Sync
 from mpitrain.strategies.placement import assign_workers
 from mpitrain.virtual import Cluster, Constant, Costs, VirtualWorld
 
+MEASUREMENT = Measurement(
+    depends=(*VIRTUAL, "mpitrain/cli", "mpitrain/launch", "jobs/digits.py"),
+)
+
 STRATEGIES = (Sync(), Sync(aggregate="node"), Async(), Async(aggregate="node"))
 NUMBERS = 1_000_000  # of the model that is only timed
 GBIT_PER_S, COMPUTE_S, MEMORY_GB_PER_S = 10.0, 0.1, 10.0
@@ -33,7 +38,7 @@ TIMED_STEPS = 4
 
 
 def main() -> None:
-    parser = make_parser(__doc__ or "")
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--workers", type=int, default=8, help="of the runs on this machine")
     parser.add_argument("--steps", type=int, default=40, help="of each of them")
     parser.add_argument("--rounds", type=int, default=1, help="of all strategies, taking turns")

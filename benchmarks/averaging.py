@@ -15,6 +15,7 @@ import time
 import torch
 import torch.distributed as dist
 from common import machine, make_parser, median_ratio, table, write_row
+from measuring.measurement import TRAINING, Measurement
 from models import MODELS
 from step_time import runtime
 from torch import nn
@@ -23,6 +24,11 @@ import mpitrain as mt
 from mpitrain.mpi.process_group.process_group import init_default_group
 from mpitrain.training.local_sgd.averager import Averager
 from mpitrain.training.synchronous.ddp import data_parallel
+
+MEASUREMENT = Measurement(
+    contestants=("an allreduce at every step",),
+    depends=TRAINING,
+)
 
 BATCH, NUM_BATCHES = 32, 16
 WAYS = {
@@ -61,7 +67,7 @@ class Contestant:
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--where", default="one host", help="what to call the network in the results")
     parser.add_argument("--model", choices=sorted(MODELS), default="mlp")
     parser.add_argument("--rounds", type=int, default=12)

@@ -47,9 +47,15 @@ from chaos_kills import run_kills
 from chaos_launch import HERE, finish, launch, notes
 from chaos_relaunch import run_server, run_signal, run_writing
 from common import make_parser, write_row
+from measuring.measurement import LAUNCHED, Measurement
 
 from mpitrain.checkpoint.parts import folder_of, newest, read_part, write_part
 from mpitrain.system.files.run_directory import Identity
+
+MEASUREMENT = Measurement(
+    wanted="no update lost, torn or counted twice, and no launch that hangs",
+    depends=(*LAUNCHED, "jobs/digits.py"),
+)
 
 OURS = Identity("chaos", "files")
 BATCH_SIZE = 16  # the digits job's
@@ -217,7 +223,7 @@ def run_accuracy(strategy: str, num_seeds: int, virtual: bool) -> None:
 
 def main() -> None:
     """Parse the command line and run the parts asked for."""
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument(
         "--kills", type=int, default=100, help="of ranks, over sizes and transports; the size of the campaign"
     )

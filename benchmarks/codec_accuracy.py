@@ -23,11 +23,17 @@ from multiprocessing import get_context
 
 import torch
 from common import machine, make_parser, mean_interval, table, write_row
+from measuring.measurement import CODECS, Measurement
 from torch import nn
 
 from mpitrain.codecs import Part, add_message
 from mpitrain.model.wire.codec_registry import check_optimizer, make_encoder, make_layout_of
 from mpitrain.values import parse
+
+MEASUREMENT = Measurement(
+    contestants=("dense training",),
+    depends=CODECS,
+)
 
 NUM_WORKERS, BATCH = 4, 16
 CODECS = [
@@ -128,7 +134,7 @@ def study(task, codecs, num_seeds, pool):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--rounds", "--seeds", dest="seeds", type=int, default=5)
     parser.add_argument("--task", nargs="+", choices=sorted(TASKS), default=sorted(TASKS))
     parser.add_argument("--codecs", nargs="+", default=CODECS)

@@ -16,10 +16,16 @@ import time
 
 import torch
 from common import machine, make_parser, table, write_row
+from measuring.measurement import CODECS, Measurement
 
 from mpitrain.codecs import Part, add_message
 from mpitrain.model.wire.codec_registry import make_encoder, make_layout_of
 from mpitrain.values import parse
+
+MEASUREMENT = Measurement(
+    bound="one pass that reads as much and adds it to a residual",
+    depends=CODECS,
+)
 
 CODECS = ["float16", "bfloat16", "eightbit", "qsgd", "onebit", "powersgd", "topk", "threshold"]
 ROW = 1 << 20  # numbers of a parameter
@@ -61,7 +67,7 @@ def pass_ms(stock, options):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--numbers", type=int, default=25_000_000)
     parser.add_argument("--settle", type=int, default=100)
     parser.add_argument("--rounds", "--repeats", dest="repeats", type=int, default=9)

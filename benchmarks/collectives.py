@@ -24,7 +24,9 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import machine, make_parser, median_ratio, never_destroyed, table, write_row
+from common import machine, make_parser, median_ratio, table, write_row
+from measuring.gloo import never_destroyed
+from measuring.measurement import BASICS, Measurement
 from torch._C._distributed_c10d import Work
 
 from mpitrain.mpi.memory import buffers
@@ -32,6 +34,12 @@ from mpitrain.mpi.runtime import start
 
 runtime = start()  # before mpi4py.MPI is imported: it chooses the thread level
 from mpi4py import MPI  # noqa: E402
+
+MEASUREMENT = Measurement(
+    contestants=("gloo", "bare mpi4py"),
+    bound="a raw stream of the bytes that each link has to carry",
+    depends=(*BASICS, "mpitrain/devices", "mpitrain/mpi"),
+)
 
 SIZES = "4,64,1KB,4KB,16KB,64KB,256KB,1MB,4MB,16MB,64MB"
 NAMES = ("allreduce", "bf16", "broadcast", "allgather", "reduce_scatter", "alltoall", "sendrecv", "barrier")
@@ -249,7 +257,7 @@ def show(rows):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--only", default=",".join(NAMES))
     parser.add_argument("--rounds", type=int, default=7)

@@ -9,7 +9,6 @@ anything is measured. What else kept the machine busy marks a row, and never dro
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import platform
@@ -23,11 +22,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from measuring.measurement import ROOT, Measurement
 
 from mpitrain.system.launched.launch_variables import launched_rank
 
-ROOT = Path(__file__).resolve().parents[1]
 TRACKED = ROOT / "benchmarks" / "results"  # under version control: only with --record
 _folder = (
     Path(os.environ["MPITRAIN_BENCHMARK_RESULTS"]) if "MPITRAIN_BENCHMARK_RESULTS" in os.environ else None
@@ -42,28 +42,34 @@ _STOLEN = 0.02  # and a share of the time
 class _Run:
     """What this process has been told to measure, and how busy the machine was before."""
 
+    measurement: Measurement
     settings: dict[str, Any]
     load: float
     ticks: list[int]
 
 
-_run = _Run({}, 0.0, [])
+_run: _Run  # of `make_parser`
 
 
 class _Record(argparse.Action):
     """From now on rows are appended to the tracked results."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+    def __call__(self, *_: Any) -> None:
         global _folder
         if not launched_rank() and (changed := changed_files()):
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             files = f"{', '.join(changed[:3])}{more}"
             told = f"--record: no row, for it would name commit {head()}, from which {files} differ: commit or restore "
-            print(f"{told}them, or measure without --record", file=sys.stderr, flush=True)
-            if "mpi4py.MPI" in sys.modules and sys.modules["mpi4py.MPI"].Is_initialized():
-                os._exit(2)  # the others, who do not look, would be waited for at the end of MPI
-            parser.exit(2)
+            refuse(f"{told}them, or measure without --record")
         _folder = TRACKED
+
+
+def refuse(why: str) -> NoReturn:
+    """End this run, and those that it was launched with."""
+    print(why, file=sys.stderr, flush=True)
+    if "mpi4py.MPI" in sys.modules and sys.modules["mpi4py.MPI"].Is_initialized():
+        os._exit(2)  # the others would be waited for at the end of MPI
+    raise SystemExit(2)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -75,22 +81,12 @@ class _Parser(argparse.ArgumentParser):
         return options, rest
 
 
-def never_destroyed(*objects: Any) -> None:
-    """Keep groups of torch's gloo, and what holds them, for as long as the process lives.
-
-    torch 2.13 destroys such a group by joining its threads with Python's lock held, and a thread that just then lets go
-    of its last work waits for that lock: the process hangs, under load once in some tens of times.
-    """
-    for one in objects:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
-
-
-def make_parser(description: str) -> argparse.ArgumentParser:
+def make_parser(description: str | None, measurement: Measurement) -> argparse.ArgumentParser:
     """The parser of a benchmark, with `--record`: without it a run only prints, and writes to the folder
     MPITRAIN_BENCHMARK_RESULTS if that is set.
     """
     global _run
-    _run = _Run({}, os.getloadavg()[0], _ticks())
+    _run = _Run(measurement, {}, os.getloadavg()[0], _ticks())
     parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--record", action=_Record, nargs=0, help="append what was measured to benchmarks/results"
@@ -226,6 +222,9 @@ def write_row(name: str, row: dict[str, Any]) -> None:
         **_mpi(),
         **row,
     }
+    if _folder == TRACKED and (undeclared := _run.measurement.undeclared()):
+        refuse(f"{name}: {', '.join(undeclared)}: imported by this run, and outside of the `depends` that {asked_by} "
+               f"declares, so this is no row: {json.dumps(stamped, default=str)}")  # fmt: skip
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(stamped, default=str) + "\n")
     print(f"written to {path}", flush=True)

@@ -28,7 +28,9 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import machine, make_parser, median_ratio, never_destroyed, table, write_row
+from common import machine, make_parser, median_ratio, table, write_row
+from measuring.gloo import never_destroyed
+from measuring.measurement import TRAINING, Measurement
 from models import MODELS
 from step_time import runtime
 from torch import nn
@@ -38,6 +40,11 @@ from torch.nn.parallel import DistributedDataParallel
 import mpitrain as mt
 from mpitrain.training.synchronous.codec_hooks import attach_codec
 from mpitrain.training.synchronous.ddp import data_parallel
+
+MEASUREMENT = Measurement(
+    contestants=("torch's DDP over gloo: plain, its fp16 hook, its PowerSGD hook",),
+    depends=TRAINING,
+)
 
 BATCH, NUM_BATCHES = 32, 64
 CODECS = {
@@ -169,7 +176,7 @@ def start_groups(interface):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--where", default="one host", help="what to call the network in the results")
     parser.add_argument("--interface", default="", help="network interface of the emulated hosts")
     parser.add_argument("--model", choices=sorted(MODELS), default="mlp")

@@ -20,8 +20,14 @@ from pathlib import Path
 
 import torch
 from common import machine, make_parser, mean_interval, table, write_row
+from measuring.measurement import TRAINING, Measurement
 
 import mpitrain as mt
+
+MEASUREMENT = Measurement(
+    contestants=("the best single member",),
+    depends=(*TRAINING, "jobs/digits.py"),
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = {
@@ -76,7 +82,7 @@ def measure(number: int, num_members: int, epochs: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--rounds", "--splits", dest="rounds", type=int, default=5)
     parser.add_argument("--members", type=int, default=5, help="runs of which the best three are taken")
     parser.add_argument("--epochs", type=int, default=3)

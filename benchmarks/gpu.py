@@ -28,7 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import make_parser, median_ratio, never_destroyed, table, write_row
+from common import make_parser, median_ratio, table, write_row
+from measuring.gloo import never_destroyed
+from measuring.measurement import TRAINING, Measurement
 from models import BATCH, MODELS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -38,6 +40,12 @@ from mpitrain.data.write.shard_file import write_shard
 from mpitrain.mpi.memory.buffers import adds_on_device
 from mpitrain.mpi.runtime import start
 from mpitrain.training.synchronous.ddp import data_parallel
+
+MEASUREMENT = Measurement(
+    contestants=("torch's DDP over gloo", "a loop of plain torch"),
+    bound="the step alone",
+    depends=TRAINING,
+)
 
 runtime = start()
 DEVICE = torch.device("cuda", 0)
@@ -212,7 +220,7 @@ def whole_runs(names: list[str], rounds: int, epochs: int) -> None:
 
 def main() -> None:
     """Measure what this number of ranks can."""
-    parser = make_parser(__doc__ or "")
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--epochs", type=int, default=12, help="of a whole run on one rank")
     parser.add_argument("--megabytes", type=float, nargs="*", default=[1, 25, 100])

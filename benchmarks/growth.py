@@ -26,6 +26,7 @@ from typing import Any
 
 from chaos_launch import HERE
 from common import make_parser, table, write_row
+from measuring.measurement import LAUNCHED, Measurement
 
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.engine import Engine
@@ -35,6 +36,11 @@ from mpitrain.strategies.sampling.step_partition import StepPartition
 from mpitrain.system.launched.agreement_texts import digest_words
 from mpitrain.training.session import without_rows
 
+MEASUREMENT = Measurement(
+    contestants=("as many processes that import torch and nothing else",),
+    depends=(*LAUNCHED, "jobs/digits.py"),
+)
+
 JOB = HERE.parent / "jobs" / "digits.py"
 STEPS, BATCH = 6, 16
 SIZES = (2, 32, 128, 1024, 10_240)
@@ -43,7 +49,7 @@ EPOCH = {"num_samples": 100_000_000, "batch_size": 32, "window_samples": 1024}
 
 
 def main() -> None:
-    parser = make_parser(__doc__ or "")
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--strategies", nargs="+", default=["allreduce()", "async(servers=1)"])
     parser.add_argument("--resume-up-to", type=int, default=8, metavar="N", help="ranks; more do not go on")

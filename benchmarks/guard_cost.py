@@ -22,6 +22,7 @@ import time
 
 import torch
 from common import machine, make_parser, median_ratio, table, write_row
+from measuring.measurement import STEPS, Measurement
 from models import MODELS
 from torch import nn
 
@@ -32,6 +33,11 @@ from mpitrain.mpi.runtime import start
 from mpitrain.strategies import AllReduce
 from mpitrain.training.replica_guard import ReplicaGuard
 from mpitrain.training.synchronous.ddp import data_parallel
+
+MEASUREMENT = Measurement(
+    contestants=("a second model without a guard",),
+    depends=STEPS,
+)
 
 BATCH, TOKENS, WIDTH, WARM_UP = 32, 16, 128, 2
 
@@ -119,7 +125,7 @@ def show(runtime, name, seconds, module, options):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--block", type=int, default=4)
     parser.add_argument("--model", choices=sorted(KINDS), default=None)

@@ -18,6 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from common import make_parser, table, write_row
+from measuring.measurement import LAUNCHED, VIRTUAL, Measurement
+
+MEASUREMENT = Measurement(
+    depends=(*LAUNCHED, *VIRTUAL, "mpitrain/search", "jobs"),
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 STRATEGIES = ("allreduce", "sync()", "async()", "ssp(bound=3)", "localsgd(period=4)", "decentralized()")
@@ -78,7 +83,7 @@ def measured(name: str, options: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__ or "")
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument(
         "--jobs", nargs="+", choices=sorted(JOBS), default=list(JOBS), help="which (default: all)"
     )

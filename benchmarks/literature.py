@@ -18,6 +18,12 @@ import tempfile
 from pathlib import Path
 
 from common import machine, make_parser, table, write_row
+from measuring.measurement import LAUNCHED, Measurement
+
+MEASUREMENT = Measurement(
+    wanted="every job reaches its target",
+    depends=(*LAUNCHED, "mpitrain/search", "jobs"),
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 STRATEGIES = ("allreduce()", "async()")  # the latter has one server
@@ -53,7 +59,7 @@ def row_of(name, bench, row):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--jobs", nargs="+", default=["digits", "cnn", "nmt", "pixelcnn", "ranking"])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1)

@@ -19,13 +19,21 @@ from typing import Any
 
 from chaos_launch import HERE, finish, launch, notes
 from common import make_parser, table, write_row
+from measuring.measurement import LAUNCHED, Measurement
+
+MEASUREMENT = Measurement(
+    contestants=("`allreduce()`, which holds the whole model on each rank",),
+    bound="the limit of the kernel",
+    wanted="what is split ends, and goes on",
+    depends=LAUNCHED,
+)
 
 BATCH = 64  # samples of all ranks together
 REFUSED = re.compile(r"can't allocate memory|MemoryError|Cannot allocate memory|bad_alloc|out of memory")
 
 
 def main() -> None:
-    parser = make_parser(__doc__ or "")
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--blocks", type=int, default=32)

@@ -26,6 +26,12 @@ import sys
 from pathlib import Path
 
 from common import machine, make_parser, median_ratio, table, write_row
+from measuring.measurement import TRAINING, Measurement
+
+MEASUREMENT = Measurement(
+    contestants=("the same ranks over Open MPI",),
+    depends=TRAINING,
+)
 
 HERE = Path(__file__).resolve().parent
 DEADLINE_S = 300
@@ -74,7 +80,7 @@ def compare(own, other, ranks, options):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--other", default=".venv-mpich", help="the environment of the other MPI")
     parser.add_argument("--other-set", nargs="*", default=[], metavar="NAME=VALUE", help="in its environment")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])

@@ -28,9 +28,16 @@ from pathlib import Path
 import h5py
 import numpy as np
 from common import machine, make_parser, median_ratio, table, write_row
+from measuring.measurement import BASICS, Measurement
 
 import mpitrain as mt
 from mpitrain.mpi.runtime import start
+
+MEASUREMENT = Measurement(
+    contestants=("a script of ten lines of h5py",),
+    bound="the same bytes copied",
+    depends=(*BASICS, "mpitrain/data", "mpitrain/mpi", "mpitrain/strategies"),
+)
 
 SHAPE = (3, 64, 64)
 SAMPLE_BYTES = 3 * 64 * 64
@@ -67,7 +74,7 @@ def packer(compression, num_samples, ranks=None):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--megabytes", type=float, default=1024)
     options = parser.parse_args()

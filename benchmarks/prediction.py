@@ -37,6 +37,13 @@ import tempfile
 from pathlib import Path
 
 from common import TRACKED, make_parser, table, write_row
+from measuring.measurement import VIRTUAL, Measurement
+
+MEASUREMENT = Measurement(
+    contestants=("the same runs over MPI",),
+    wanted="a mean error of a step of at most 10 %, and the best rule predicted",
+    depends=(*VIRTUAL, "mpitrain/cli", "mpitrain/doctor", "mpitrain/launch", "jobs/digits.py"),
+)
 
 HERE = Path(__file__).resolve().parent
 HOSTS, BASE_S, SLOW_WORKER, FACTOR = 4, 0.06, 1, 5
@@ -368,7 +375,7 @@ def compare(rows: list[dict], sharing: str = SHARINGS[0]) -> str:
 
 def main() -> int:
     """The command line."""
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("what", choices=["predict", "run", "compare", "replay", "ranks"])
     parser.add_argument("--rates", nargs="+", choices=RATES, default=RATES)
     parser.add_argument("--spreads", nargs="+", choices=SPREADS, default=SPREADS)

@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from common import make_parser, table, write_row
+from measuring.measurement import VIRTUAL, Measurement
 from published_assumptions import CURVES, DENSE_MODELS, PERIODS, STALENESS_WORKERS, Curve
 
 from mpitrain.simulation.timing import Workload, time_run
@@ -34,6 +35,12 @@ from mpitrain.strategies import Async, Backup, Sync
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.virtual import Bernoulli, Cluster, ComputeLaw, Ideal, Link, LogNormal, NetworkLaw
 from mpitrain.virtual.network import Links
+
+MEASUREMENT = Measurement(
+    contestants=("published curves",),
+    wanted="what `published_assumptions.py` calls a hit",
+    depends=(*VIRTUAL, "jobs/digits.py"),
+)
 
 ENDLESS = 10**12  # samples of a data set that no run gets through
 TOUCHED_ONLY = "table_million"  # tells what all rows would cost, and nothing about those that travel
@@ -359,7 +366,7 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rounds", type=int, default=3, help="seeds of every curve (default: 3)")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=sorted(SIMULATORS), help="some curves")

@@ -17,8 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from common import machine, make_parser, middle_of, table, write_row
+from measuring.measurement import TRAINING, Measurement
 
 import mpitrain as mt
+
+MEASUREMENT = Measurement(
+    contestants=("the model as it was trained",),
+    depends=(*TRAINING, "jobs"),
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = {
@@ -84,7 +90,7 @@ def study(name: str, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--rounds", type=int, default=5, help="how often each export is made and measured")
     parser.add_argument("--jobs", nargs="+", choices=sorted(JOBS), default=list(JOBS))
     options = parser.parse_args()

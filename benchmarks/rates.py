@@ -43,6 +43,7 @@ from pathlib import Path
 
 import torch
 from common import machine, make_parser, table, write_row
+from measuring.measurement import VIRTUAL, Measurement
 from torch import nn
 
 import mpitrain as mt
@@ -50,6 +51,11 @@ from mpitrain.data.sources import load_source
 from mpitrain.data.write.pack import PackOptions, pack
 from mpitrain.simulation.call import simulate
 from mpitrain.values import parse
+
+MEASUREMENT = Measurement(
+    contestants=("`sync()`",),
+    depends=VIRTUAL,
+)
 
 PARTS, SPLIT, BATCH, MARKS, GOAL = 4, 4, 128, 4, 0.95
 COMPUTE, SLOWER = "shifted_exponential(0.5, 0.5)", 5
@@ -303,7 +309,7 @@ def _run_at(job, strategy, num_workers, injected, folder, rate, seed):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=20)

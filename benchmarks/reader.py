@@ -37,9 +37,16 @@ import h5py
 import numpy as np
 import torch
 from common import machine, make_parser, median_ratio, table, write_row
+from measuring.measurement import BASICS, Measurement
 from torch.utils.data import DataLoader, Dataset
 
 import mpitrain as mt
+
+MEASUREMENT = Measurement(
+    contestants=("torch's DataLoader over h5py", "WebDataset"),
+    bound="whole chunks by raw h5py, in order and shuffled",
+    depends=(*BASICS, "mpitrain/data", "mpitrain/devices", "mpitrain/strategies"),
+)
 
 try:
     import webdataset as wds
@@ -265,7 +272,7 @@ def hide(files, options):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--compute-s", type=float, default=20)

@@ -8,7 +8,6 @@ that the committed pages are what this makes.
 
 from __future__ import annotations
 
-import ast
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ import report_literature
 import report_models
 import report_virtual
 from common import mean_interval
+from measuring.measurement import declared, question
 from report_rows import HERE, duration, newest, one, origin, rows_of, size, spread
 
 from docs.markdown import table
@@ -610,11 +610,17 @@ PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
 }  # fmt: skip
 
 
-def question(name: str) -> str:
-    """What a program asks: the first paragraph of its docstring."""
+def asked(name: str) -> str:
+    """What a program asks, and what it declares to stand beside its figure."""
     path = HERE.parent / "tests" / "hostile" / "campaign.py" if name == "hostile" else HERE / f"{name}.py"
-    told = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return " ".join(told.split("\n\n")[0].split())
+    told, found = question(path), declared(path)
+    beside = {
+        "Beside it": ", ".join(found.contestants),
+        "The bound": found.bound,
+        "Wanted beforehand": found.wanted,
+    }
+    said = " ".join(f"{word}: {text}." for word, text in beside.items() if text)
+    return "\n\n".join(filter(None, (told, said)))
 
 
 def programs() -> str:
@@ -622,7 +628,7 @@ def programs() -> str:
     texts = []
     for name, (commands, made) in PROGRAMS.items():
         body = made() if rows_of(name) else "No row has been recorded."
-        texts.append("\n".join([f"## {name}", "", question(name), "", "```sh", *commands, "```", "", body]))
+        texts.append("\n".join([f"## {name}", "", asked(name), "", "```sh", *commands, "```", "", body]))
     return "\n\n".join(texts)
 
 

@@ -17,6 +17,12 @@ import tempfile
 from pathlib import Path
 
 from common import make_parser, table, write_row
+from measuring.measurement import LAUNCHED, Measurement
+
+MEASUREMENT = Measurement(
+    contestants=("the whole grid",),
+    depends=(*LAUNCHED, "mpitrain/search", "jobs/digits.py"),
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 RATES = "1e-4,3e-4,6e-4,1e-3,2e-3,4e-3,8e-3,1.6e-2"
@@ -53,7 +59,7 @@ def sweep(ranks: int, epochs: int, seed: int, *words: str) -> dict:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--rounds", type=int, default=1, help="seeds (default: 1)")
     parser.add_argument("--epochs", type=int, default=10, help="of the whole training (default: 10)")
     parser.add_argument("--ranks", type=int, default=4, help="of the launch (default: 4)")

@@ -27,6 +27,7 @@ import warnings
 import torch
 import torch.distributed.rpc as rpc
 from common import machine, make_parser, median_ratio, table, write_row
+from measuring.measurement import TRAINING, Measurement
 from torch import nn
 
 from mpitrain.model import FlatModel, ShardStore
@@ -41,6 +42,12 @@ from mpitrain.strategies.placement import Roles
 
 runtime = start()  # before mpi4py.MPI is imported: it chooses the thread level
 from mpi4py import MPI  # noqa: E402
+
+MEASUREMENT = Measurement(
+    contestants=("bare mpi4py", "torch RPC"),
+    bound="the same bytes there and back without an update",
+    depends=TRAINING,
+)
 
 RATE, MOMENTUM = 0.01, 0.9
 TURN_TAG, PUSH_TAG, PULL_TAG = 101, 102, 103
@@ -316,7 +323,7 @@ def drive(options, ranks, pids):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.0655, 1, 4, 25, 64])
     parser.add_argument(
         "--servers", type=int, nargs="+", help="default: 1 and up, as many as there are ranks for"

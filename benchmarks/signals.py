@@ -27,9 +27,15 @@ from typing import Any, NamedTuple
 
 from chaos_launch import HERE
 from common import make_parser, table, write_row
+from measuring.measurement import LAUNCHED, Measurement
 
 from mpitrain.checkpoint.parts import newest
 from mpitrain.system.launched import rank_status
+
+MEASUREMENT = Measurement(
+    wanted="every end as docs/fault-tolerance.md says",
+    depends=LAUNCHED,
+)
 
 PAGE = HERE.parent / "docs" / "fault-tolerance.md"
 RECEIVERS = ("launch", "mpirun", "rank")
@@ -210,7 +216,7 @@ def one_run(
 
 def main() -> None:
     """Parse the command line and run."""
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--kills", "--launches", dest="launches", type=int, default=20, help="of each signal")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)

@@ -23,11 +23,17 @@ from typing import Any
 
 from chaos_launch import HERE
 from common import make_parser, table, write_row
+from measuring.measurement import LAUNCHED, Measurement
 
 from mpitrain.checkpoint.parts import newest
 
 sys.path.insert(0, str(HERE.parent))
 from tests.slurm.cluster import Cluster, why_not
+
+MEASUREMENT = Measurement(
+    wanted="every run goes on from a checkpoint newer than the signal",
+    depends=(*LAUNCHED, "mpitrain/slurm"),
+)
 
 STRATEGIES = {
     "allreduce": "allreduce()",
@@ -172,7 +178,7 @@ def one_event(cluster: Cluster, folder: Path, event: str, names: list[str]) -> l
 
 def main() -> None:
     """Parse the command line and run."""
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--kills", type=int, default=1, help="of each strategy by each event")
     parser.add_argument("--events", nargs="+", choices=EVENTS, default=list(EVENTS))
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))

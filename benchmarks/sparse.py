@@ -23,13 +23,21 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import machine, make_parser, median_ratio, never_destroyed, table, write_row
+from common import machine, make_parser, median_ratio, table, write_row
+from measuring.gloo import never_destroyed
+from measuring.measurement import STEPS, Measurement
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.mpi.process_group import sparse_allreduce
 from mpitrain.mpi.runtime import start
 from mpitrain.training.synchronous.ddp import data_parallel
+
+MEASUREMENT = Measurement(
+    contestants=("torch's DDP over gloo, dense and sparse",),
+    bound="both at once without an exchange",
+    depends=STEPS,
+)
 
 runtime = start()
 WIDTH, WORDS, BATCHES = 16, 8, 8
@@ -141,7 +149,7 @@ def show(rows, batch, seconds, sent, options):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--block", type=int, default=3)
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000, 4_000_000])

@@ -24,10 +24,16 @@ from pathlib import Path
 
 import torch
 from common import machine, make_parser, median_ratio, table, write_row
+from measuring.measurement import TRAINING, Measurement
 
 import mpitrain as mt
 from mpitrain.mpi.runtime import start
 from mpitrain.training.job_file import load_job
+
+MEASUREMENT = Measurement(
+    contestants=("torch's own loop in one process",),
+    depends=(*TRAINING, "jobs/charnn.py"),
+)
 
 JOB = str(Path(__file__).resolve().parents[1] / "jobs" / "charnn.py")
 BATCH = 32
@@ -65,7 +71,7 @@ def train(job, way, steps):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=11)
     options = parser.parse_args()

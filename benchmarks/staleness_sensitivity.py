@@ -32,12 +32,18 @@ from pathlib import Path
 
 import torch
 from common import machine, make_parser, table, write_row
+from measuring.measurement import VIRTUAL, Measurement
 
 import mpitrain as mt
 from mpitrain.data.sources import load_source
 from mpitrain.data.write.pack import PackOptions, pack
 from mpitrain.training.job_file import load_job
 from mpitrain.values import parse
+
+MEASUREMENT = Measurement(
+    contestants=("one worker",),
+    depends=(*VIRTUAL, "jobs/digits.py", "jobs/pixelcnn.py"),
+)
 
 JOBS = {"digits": 10, "pixelcnn": 17}  # and of how many things one has to be chosen
 COMPUTE = "shifted_exponential(0.5, 0.5)"
@@ -83,7 +89,7 @@ def show(name, rate, found, rows):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=list(JOBS))
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--epochs", type=int, default=10)

@@ -24,7 +24,9 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import machine, make_parser, median_ratio, never_destroyed, table, write_row
+from common import machine, make_parser, median_ratio, table, write_row
+from measuring.gloo import never_destroyed
+from measuring.measurement import TRAINING, Measurement
 from models import BATCH, MODELS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -42,6 +44,12 @@ from mpitrain.training.synchronous.ddp import data_parallel
 
 runtime = start()  # before mpi4py.MPI is imported: it chooses the thread level
 from mpi4py import MPI  # noqa: E402
+
+MEASUREMENT = Measurement(
+    contestants=("torch's DDP over gloo", "bare mpi4py"),
+    bound="the step of one process, and of two side by side",
+    depends=TRAINING,
+)
 
 ROLES = Roles(servers=(2,), workers=(0, 1))
 
@@ -205,7 +213,7 @@ def show(name, seconds, options):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--rounds", type=int, default=36)
     parser.add_argument("--block", type=int, default=3)
     parser.add_argument("--model", choices=sorted(MODELS), default=None)

@@ -36,7 +36,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import machine, make_parser, median_ratio, never_destroyed, table, write_row
+from common import machine, make_parser, median_ratio, table, write_row
+from measuring.gloo import never_destroyed
+from measuring.measurement import TRAINING, Measurement
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain as mt
@@ -52,6 +54,12 @@ from mpitrain.training.measure import Meter, build, num_warmup
 from mpitrain.training.synchronous.injected_delay import InjectedDelay
 from mpitrain.training.validations.validation import make_measure
 from mpitrain.values import parse
+
+MEASUREMENT = Measurement(
+    contestants=("torch's DDP over gloo",),
+    wanted="asynchronous rules: twice the samples per second of `sync()`, and sooner at the target",
+    depends=(*TRAINING, "jobs/digits.py"),
+)
 
 WORKERS, SLOW_WORKER, FACTOR = 4, 2, 5
 BASE, PEER = "sync()", "torch DDP over gloo"
@@ -227,7 +235,7 @@ def show(kind, rounds, rules):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--rounds", "--seeds", dest="seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--base-ms", type=float, default=12)

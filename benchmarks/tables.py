@@ -32,7 +32,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import machine, make_parser, median_ratio, never_destroyed, table, write_row
+from common import machine, make_parser, median_ratio, table, write_row
+from measuring.gloo import never_destroyed
+from measuring.measurement import TRAINING, Measurement
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,6 +43,11 @@ from mpitrain.embedding.lookups import HeldRows
 from mpitrain.embedding.sections import What
 from mpitrain.mpi.runtime import start
 from mpitrain.values import parse
+
+MEASUREMENT = Measurement(
+    contestants=("torch's DDP over gloo", "all-to-all over gloo", "torch RPC"),
+    depends=TRAINING,
+)
 
 runtime = start()
 WIDTH, WORDS, BATCHES, SERVERS = 16, 8, 8, 2
@@ -310,7 +317,7 @@ def show(rows, batch, seconds, sizes):
 
 
 def read_options():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000, 4_000_000])

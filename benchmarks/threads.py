@@ -23,7 +23,13 @@ import tempfile
 from pathlib import Path
 
 from common import machine, make_parser, median_ratio, table, write_row
+from measuring.measurement import LAUNCHED, Measurement
 from models import MODELS
+
+MEASUREMENT = Measurement(
+    contestants=("two workers under MPI", "two processes"),
+    depends=LAUNCHED,
+)
 
 HERE = Path(__file__).parent
 DEADLINE_S = 600
@@ -70,7 +76,7 @@ def one_round(folder, model, steps, number):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["mlp", "cnn"])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=120, help="of each worker")

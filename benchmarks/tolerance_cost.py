@@ -27,6 +27,13 @@ from bisect import bisect_right
 from pathlib import Path
 
 from common import machine, make_parser, median_ratio, middle_of, table, write_row
+from measuring.measurement import LAUNCHED, Measurement
+
+MEASUREMENT = Measurement(
+    contestants=("the same job without it",),
+    wanted="at most 3 % for ULFM, at most 5 % for a checkpoint a minute",
+    depends=LAUNCHED,
+)
 
 HERE = Path(__file__).parent
 TCP = "--mca pml ob1 --mca btl self,tcp --mca btl_tcp_if_include lo"
@@ -242,7 +249,7 @@ def verdict(low, high, limit, num_values):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument(
         "--parts", nargs="+", choices=["ulfm", "checkpoints"], default=["ulfm", "checkpoints"]
     )

@@ -18,6 +18,12 @@ import time
 from pathlib import Path
 
 from common import make_parser, median_ratio, table, write_row
+from measuring.measurement import VIRTUAL, Measurement
+
+MEASUREMENT = Measurement(
+    bound="a heap of as many events",
+    depends=VIRTUAL,
+)
 
 STEPS = 100  # of the ranks that all-reduce
 
@@ -78,7 +84,7 @@ def steps(ranks: int, folder: Path):
 
 def main() -> None:
     """Measure, print and write the row."""
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pushes", type=int, default=1_000_000)
     parser.add_argument("--workers", type=int, default=512)

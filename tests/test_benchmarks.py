@@ -121,11 +121,15 @@ def common(tmp_path, monkeypatch):
     return common
 
 
+def parser_of(common):
+    return common.make_parser("", common.Measurement(("mpitrain",)))
+
+
 def test_rows_are_tracked_only_on_request(common, capsys):
-    common.make_parser("").parse_args([])
+    parser_of(common).parse_args([])
     common.write_row("some", {"figure": 1})
     assert rows_of("some", common.TRACKED) == [] and "--record" in capsys.readouterr().out
-    common.make_parser("").parse_args(["--record"])
+    parser_of(common).parse_args(["--record"])
     common.write_row("some", {"figure": 1})
     (row,) = rows_of("some", common.TRACKED)
     assert row["figure"] == 1 and row["commit"] == common.git("rev-parse", "--short", "HEAD")
@@ -136,14 +140,14 @@ def test_a_row_is_refused_where_the_tree_is_not_its_commit_before_anything_is_me
 ):
     for name in ("page.md", "tests/gpu.txt", "benchmarks/results/some.jsonl"):
         (common.ROOT / name).write_text("<!-- generated: figures -->\nelse")
-    common.make_parser("").parse_args(["--record"])  # what runs and `make docs` write may differ
+    parser_of(common).parse_args(["--record"])  # what runs and `make docs` write may differ
     (common.ROOT / "code.py").write_text("else")
     with pytest.raises(SystemExit) as refused:
-        common.make_parser("").parse_args(["--record"])
+        parser_of(common).parse_args(["--record"])
     told = capsys.readouterr().err
     assert refused.value.code == 2 and told.count("\n") == 1 and "code.py" in told and "page.md" not in told
     monkeypatch.setenv("PMIX_RANK", "1")  # one rank of a launch says it
-    common.make_parser("").parse_args(["--record"])
+    parser_of(common).parse_args(["--record"])
 
 
 def test_a_row_names_its_machine_versions_settings_and_what_else_ran(common, monkeypatch):
@@ -151,7 +155,7 @@ def test_a_row_names_its_machine_versions_settings_and_what_else_ran(common, mon
         ticks = iter(([0] * 8, [50, 0, 0, 50 - stolen, 0, 0, 0, stolen]))
         monkeypatch.setattr(common, "_ticks", lambda: next(ticks))
         monkeypatch.setattr(common.os, "getloadavg", lambda: (load,) * 3)
-        parser = common.make_parser("")
+        parser = parser_of(common)
         parser.add_argument("--sizes", nargs="+", type=int)
         parser.parse_args(["--record", "--sizes", "4", "5"])
         common.write_row("some", {})
@@ -164,6 +168,28 @@ def test_a_row_names_its_machine_versions_settings_and_what_else_ran(common, mon
     stolen = row_of(0.0, 5)  # nobody else waits for a core, and the host has taken one away
     assert stolen["under_load"] and stolen["steal_share"] == 0.05
     assert row_of(99.0, 0)["under_load"]
+
+
+def test_a_row_is_refused_whose_run_imported_what_its_program_does_not_declare(common, capsys):
+    common.make_parser("", common.Measurement(("mpitrain/*.py", "mpitrain/sys*"))).parse_args(["--record"])
+    with pytest.raises(SystemExit):
+        common.write_row("some", {"figure": 1})
+    told = capsys.readouterr().err
+    assert "mpitrain/system/launched/launch_variables.py" in told and "mpitrain/__init__.py" not in told
+    assert rows_of("some", common.TRACKED) == [] and '"figure": 1' in told  # the figures are not lost
+
+
+@pytest.mark.parametrize("name", sorted((set(BENCHMARKS) | BY_HAND) - {"hosts"}))
+def test_every_program_declares_what_its_figures_rest_on(name, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    measurement = importlib.import_module("measuring.measurement")
+    found = measurement.declared(ROOT / "benchmarks" / f"{name}.py")
+    assert found.depends and measurement.missing(found.depends) == []
+    assert "?" in measurement.question(ROOT / "benchmarks" / f"{name}.py")
+    assert measurement.missing(["mpitrain/nothing", "mpitrain/*.txt"]) == [
+        "mpitrain/nothing",
+        "mpitrain/*.txt",
+    ]
 
 
 @pytest.mark.parametrize("name", sampled(BENCHMARKS, SAMPLE))

@@ -19,8 +19,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measuring.measurement import Measurement
 from tests.hostile import cases
 
+MEASUREMENT = Measurement(("mpitrain",), wanted="every case ends with a message, within its memory")
 ROOT = Path(__file__).parents[2]
 BOUND_MIB = 1024  # with --max-gib 0.25: what a file declares, its columns beside it, and what libraries keep
 BATCH_S = 600
@@ -81,7 +83,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from common import make_parser, write_row
 
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--seeds", type=int, default=400, help="damages of each kind of file")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     options = parser.parse_args()

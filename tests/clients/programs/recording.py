@@ -47,8 +47,8 @@ def start():
 
 
 def keep_group(group=None):
-    """torch 2.13 may hang where a group of gloo is destroyed (see benchmarks/common.py), and one that lives to the end
-    of the process may abort it there."""
+    """torch 2.13 may hang where a group of gloo is destroyed (see benchmarks/measuring/gloo.py), and one that lives to
+    the end of the process may abort it there."""
     if dist.get_backend() == "gloo":
         atexit.register(_leave)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group or dist.group.WORLD))

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mpitrain as mt
-from benchmarks.common import never_destroyed
+from benchmarks.measuring.gloo import never_destroyed
 from mpitrain.codecs import Part, write_message
 from mpitrain.model.gradient.clipping import Clipping
 from mpitrain.model.recipe import GradientRule

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import mpitrain  # noqa: F401  (this import is all a script needs)
-from benchmarks.common import never_destroyed
+from benchmarks.measuring.gloo import never_destroyed
 from mpitrain.errors import MismatchError
 from mpitrain.mpi.allreduce_plan import VARIABLE
 from tests.mpi.cases import run_cases, starts

@@ -6,7 +6,7 @@ import sys
 
 import torch.distributed as dist
 
-from benchmarks.common import never_destroyed
+from benchmarks.measuring.gloo import never_destroyed
 from mpitrain.system.launched.launch_variables import torchrun_names
 from tests.ranks import ROOT
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain  # noqa: F401  (this import is all a script needs)
-from benchmarks.common import never_destroyed
+from benchmarks.measuring.gloo import never_destroyed
 from mpitrain.mpi.process_group import wire_hooks
 from tests.mpi.cases import run_cases, starts
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.common import never_destroyed
+from benchmarks.measuring.gloo import never_destroyed
 from tests.mpi.cases import run_cases, starts
 
 warnings.filterwarnings("ignore", category=FutureWarning)

@@ -50,7 +50,7 @@ def torch_module(guards: str, size: int) -> Any:
 
 
 def keep_groups() -> None:
-    """From now on no process group is ever destroyed (see `benchmarks/common.py`: gloo may hang)."""
+    """From now on no process group is ever destroyed (see `benchmarks/measuring/gloo.py`: gloo may hang)."""
     from torch.distributed import distributed_c10d
 
     make: Any = distributed_c10d._new_process_group_helper

@@ -1,0 +1,80 @@
+"""What a benchmark declares of itself in its file: `MEASUREMENT = Measurement(...)`, and a docstring that begins with a
+question.
+
+Invariants: a declaration is made of literals and of the names below: it can be read without running the program. Every
+path of `depends` exists, and a recording fails whose process imported a module of the package outside of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Parts of the package that are imported together, each by those after it.
+BASICS = ("mpitrain/*.py", "mpitrain/system")
+CODECS = (*BASICS, *(f"mpitrain/{part}" for part in (
+    "codecs", "data", "devices", "embedding", "messages", "model", "strategies",
+)))  # fmt: skip
+STEPS = (*CODECS, *(f"mpitrain/{part}" for part in ("checkpoint", "job", "mpi", "reporting", "training")))
+TRAINING = (*STEPS, "mpitrain/inject", "mpitrain/roles", "mpitrain/threads")
+LAUNCHED = (*TRAINING, "mpitrain/cli", "mpitrain/launch")
+VIRTUAL = (*TRAINING, "mpitrain/simulation", "mpitrain/virtual")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What stands beside our figure, and what the figure rests on.
+
+    Attributes:
+        depends: files and folders of the repository on whose code the figures rest, besides the program itself. `*`
+            stands for the files of a folder.
+        contestants: what is measured besides this package, in the same run; none where nothing is.
+        bound: what no contestant can beat, measured or computed; empty where there is none.
+        wanted: the figure that was asked for beforehand; empty where none was.
+    """
+
+    depends: Sequence[str]
+    contestants: Sequence[str] = ()
+    bound: str = ""
+    wanted: str = ""
+
+    def undeclared(self) -> list[str]:
+        """Modules of the package that this process has imported and `depends` does not cover."""
+        files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+        paths = (Path(file) for file in files if file)
+        inside = (path.relative_to(ROOT) for path in paths if path.is_relative_to(ROOT / "mpitrain"))
+        return sorted(path.as_posix() for path in inside if not self._covers(path))
+
+    def _covers(self, path: Path) -> bool:
+        folders = [parent.as_posix() for parent in path.parents]
+        return any(
+            one in folders or (fnmatchcase(path.as_posix(), one) and str(Path(one).parent) == folders[0])
+            for one in self.depends
+        )
+
+
+def question(program: Path) -> str:
+    """What a program asks: the first paragraph of its docstring."""
+    told = ast.get_docstring(ast.parse(program.read_text(encoding="utf-8"))) or ""
+    return " ".join(told.split("\n\n")[0].split())
+
+
+def declared(program: Path) -> Measurement:
+    """What a program declares, without running it."""
+    for statement in ast.parse(program.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "MEASUREMENT":
+            found = eval(compile(ast.Expression(statement.value), str(program), "eval"), dict(globals()))
+            assert isinstance(found, Measurement)
+            return found
+    raise ValueError(f"{program} declares no MEASUREMENT = Measurement(...)")
+
+
+def missing(depends: Iterable[str]) -> list[str]:
+    """Of these paths those that lead nowhere."""
+    return [path for path in depends if not any(ROOT.glob(path))]
