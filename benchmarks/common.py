@@ -67,7 +67,8 @@ class _Record(argparse.Action):
 def refuse(why: str) -> NoReturn:
     """End this run, and those that it was launched with."""
     print(why, file=sys.stderr, flush=True)
-    if "mpi4py.MPI" in sys.modules and sys.modules["mpi4py.MPI"].Is_initialized():
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1:
         os._exit(2)  # the others would be waited for at the end of MPI
     raise SystemExit(2)
 
