@@ -95,7 +95,7 @@ def server() -> str:
 def collectives() -> str:
     ratios = ("ratio_to_gloo", "ratio_to_bare", "ratio_to_bound")
     texts = []
-    for (hosts, link), row in newest("collectives", "hosts", "link").items():
+    for (hosts, link, _), row in newest("collectives", "hosts", "link", "ranks").items():
         where = f"{row['ranks']} ranks, one host" if hosts == 1 else f"{hosts} emulated hosts, {link}"
         head = (where, "bytes", "mpitrain", "to gloo (95 %)", "to bare mpi4py (95 %)", "to the bound (95 %)")
         body = [
@@ -105,6 +105,17 @@ def collectives() -> str:
         ]  # fmt: skip
         texts += [table(head, *body), *_beside_the_least(row["rows"]), origin(row)]
     return "\n\n".join(texts)
+
+
+def loaded() -> str:
+    head = ("ranks", "processes beside them", "", "mpitrain, ms", "gloo, ms", "to gloo (95 %)")
+    body = [
+        (str(ranks), str(busy), name, *(f"{row[f'{key}_ms'][way]:.2f}" for way in ("mpitrain", "gloo")),
+         spread(row[f"{key}_ratio_to_gloo"]))
+        for (ranks, busy), row in newest("loaded", "ranks", "busy").items()
+        for key, name in (("step", "time of a step"), ("cpu", "computed by all ranks"))
+    ]  # fmt: skip
+    return table(head, *body) + "\n\n" + origin(*newest("loaded", "ranks", "busy").values())
 
 
 def _beside_the_least(rows: Any) -> Iterator[str]:
@@ -574,10 +585,11 @@ PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "guard_cost": (["mpitrain launch -n 2 benchmarks/guard_cost.py"], guard_cost),
     "server": (["mpitrain launch -n 7 benchmarks/server.py"], server),
     "collectives": (
-        ["mpitrain launch -n 2 benchmarks/collectives.py",
+        ["mpitrain launch -n 2 benchmarks/collectives.py", "mpitrain launch -n 4 benchmarks/collectives.py",
          f"{ON_HOSTS} benchmarks/collectives.py --sizes 25MB --only allreduce,bf16"],
         collectives,
     ),
+    "loaded": (["mpitrain launch -n 2 benchmarks/loaded.py"], loaded),
     "compression": (
         ['mpitrain launch -n 4 benchmarks/compression.py --where "one host"',
          f'{ON_HOSTS} {COMPRESSION_OF_HOSTS}'],

@@ -15,6 +15,7 @@ from tests.sampling import sampled
 
 BENCHMARKS = {
     "guard_cost": (2, ["--rounds", "1", "--block", "1", "--model", "transformer"]),
+    "loaded": (2, ["--rounds", "1", "--steps", "2", "--busy", "1"]),
     "packing": (2, ["--rounds", "1", "--megabytes", "1"]),
     "codec_cost": (1, ["--numbers", "50000", "--settle", "2", "--rounds", "2"]),
     "rates": (1, ["--workers", "8", "--seeds", "1", "--epochs", "1", "--rounds", "1", "--speeds", "unequal"]),
@@ -201,6 +202,13 @@ def test_it_prints_its_table_and_writes_its_row(name, tmp_path):
     out = run_ranks(num_ranks, command, env=env).check().stdout
     assert f"written to {tmp_path / name}.jsonl" in out
     CHECKS[name](out, rows_of(name, tmp_path))
+
+
+def check_loaded(out, rows):
+    (row,) = rows
+    for figure in ("step", "cpu"):
+        assert set(row[f"{figure}_ms"]) == {"mpitrain", "gloo"} and min(row[f"{figure}_ms"].values()) > 0
+        assert len(row[f"{figure}_ratio_to_gloo"]) == 3
 
 
 def check_packing(out, rows):
