@@ -46,6 +46,13 @@ def lines(library: str, environ: Mapping[str, str], yields: bool) -> Iterator[st
         )
 
 
+def waiting(why_no_doorbell: str) -> str:
+    """How ranks of a node wait for one another in collectives."""
+    if why_no_doorbell:
+        return f"ranks that wait for others of their node poll and yield: {why_no_doorbell}"
+    return "ranks that wait for others of their node sleep until those ring (MPITRAIN_DOORBELL=off has them poll)"
+
+
 def yields_to_others(num_local: int, num_cores: int, proc: Path = Path("/proc")) -> bool:
     """Whether ranks of this node that share cores leave them to each other when they yield. MPICH's launcher gives each
     a session of its own, and Linux may share cores out by session."""

@@ -20,6 +20,7 @@ from mpitrain.doctor.judge import ALL_PAIRS, SAMPLED_ROUNDS, SLOW, Link, disjoin
 from mpitrain.doctor.judge import Verdict as Links
 from mpitrain.doctor.listening import listening
 from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED
+from mpitrain.mpi.engine import doorbell
 from mpitrain.system.files.atomic import write_whole
 from mpitrain.system.launched.launch_variables import node_name, usable_cores
 from mpitrain.system.saying import say
@@ -61,6 +62,7 @@ def run_comm(runtime: Runtime, failing: Path | None, slow: float = SLOW, figures
             runtime.library, os.environ, mpi_settings.yields_to_others(num_local, usable_cores())
         ):
             say(line)
+        say(mpi_settings.waiting(doorbell.why_not(runtime.fault_tolerance)))
     return int(runtime.broadcast(code))
 
 

@@ -21,6 +21,7 @@ from mpitrain.errors import UsageError
 from mpitrain.mpi import json_collectives, json_messages
 from mpitrain.mpi.allreduce_plan import Plan
 from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.engine.doorbell import Doorbell, Peer, Place
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.failed_ranks import failed_ranks
 from mpitrain.mpi.faults import abort
@@ -30,7 +31,7 @@ from mpitrain.mpi.faults.self_destruct import self_destruct
 from mpitrain.mpi.thread_level import check_second_thread, thread_level, warn_of_multiple
 from mpitrain.system import processes
 from mpitrain.system.launched import rank_status
-from mpitrain.system.launched.launch_variables import node_key, why_another_job
+from mpitrain.system.launched.launch_variables import are_shared, node_key, own_cores, why_another_job
 from mpitrain.system.launched.node_map import node_indices
 from mpitrain.system.launched.ranks import Ranks
 from mpitrain.system.saying import flush, tell
@@ -159,6 +160,9 @@ class Runtime(Ranks):
         self.thread_level = thread_level()
         self._thread_levels = [self.thread_level]  # of every rank at launch
         self._has_checked_threads = False
+        self.shares_cores = False  # this node has more ranks than cores that they may run on
+        self.met: dict[Place, Peer] = {}  # other processes of this node, by their doorbells
+        self._bell: Doorbell | None = None
         self.fault_tolerance = fault_tolerance()
         self._patience_s = PATIENCE_S if self.fault_tolerance == "heartbeat" else None
         self.engine = Engine(
@@ -181,9 +185,12 @@ class Runtime(Ranks):
         abort.install_hooks(self)
         if not self._is_part:
             atexit.register(self.finish)
-        brought = self.allgather([node_key(), socket.gethostname(), processes.identity(), self.thread_level])
-        node_keys, self.hosts, self.processes, self._thread_levels = map(list, zip(*brought))
+        own = [node_key(), socket.gethostname(), processes.identity(), self.thread_level, own_cores()]
+        node_keys, self.hosts, self.processes, self._thread_levels, cores = map(
+            list, zip(*self.allgather(own))
+        )
         self._place(node_keys)
+        self.shares_cores = are_shared([cores[rank] for rank in self._ranks_here()])
         self.engine.listens_to_each |= may_miss_from_any(self.library, self.nodes)
         if self.rank == 0:
             warn_of_multiple(self._thread_levels, self.library)
@@ -206,6 +213,16 @@ class Runtime(Ranks):
         self.rank, self.size = comm.rank, comm.size
         self.torch_ranks, self.communicators, self.groups = (), [], []
         self._make_control_comm()
+
+    def _ranks_here(self) -> list[int]:
+        """The ranks of this node."""
+        return [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
+
+    def bell(self) -> Doorbell:
+        """This process's doorbell, made on the first call. Raises OSError where there is no memory for it."""
+        if self._bell is None:
+            self._bell = Doorbell(self.local_rank)
+        return self._bell
 
     def _place(self, node_names: list[str]) -> None:
         self.nodes = node_indices(node_names)

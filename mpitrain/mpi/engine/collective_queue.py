@@ -8,7 +8,9 @@ at a collective adds three numbers to a small nonblocking Allreduce, which is po
     busy       1 if it has collectives of another group pending too, or cannot do this one in one blocking call
 
 Sums in two's complement are exact, so every rank draws the same conclusion: a difference is an exception on all of
-them before anything was sent (Open MPI 5.0.11 crashes on a long message that does not fit its receive).
+them before anything was sent (Open MPI 5.0.11 crashes on a long message that does not fit its receive). The ranks of a
+group on one node post the same three numbers on a board instead (`board.py`), and with them what a small collective
+needs of each: it is done by then.
 
 The collectives of one group run one after another in order of submission, which MPI demands to be the same on all
 ranks. Different groups are independent. A collective may block inside MPI (`may_block`) only where no rank was busy
@@ -29,6 +31,7 @@ import numpy as np
 
 from mpitrain.errors import MismatchError
 from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.engine.board import GAVE_UP, Board
 from mpitrain.mpi.operation import Op
 
 AGREEMENT_S = 30.0  # for ranks that differ to say what they call: one may have died since, or may be none
@@ -61,12 +64,17 @@ class Announcement:
 
 class PendingCollective:
     """One collective in a queue. `function(may_block)` runs when all ranks have arrived; it may return a Task. It may
-    block where that of every rank `blocks` and none is busy."""
+    block where that of every rank `blocks` and none is busy. `deposit()`: what this rank leaves on the group's board,
+    as the others do for the same call."""
 
-    __slots__ = ("arrival", "digest", "function", "op", "own", "sums", "what")
+    __slots__ = ("arrival", "deposit", "digest", "function", "is_posted", "op", "own", "sums", "what")
 
-    def __init__(self, op: Op, function: Callable[[bool], Any], what: str, balance: int, blocks: bool = True):
-        self.op, self.function, self.what = op, function, what
+    def __init__(
+        self, op: Op, function: Callable[[bool], Any], what: str, balance: int, blocks: bool = True,
+        deposit: Callable[[], None] | None = None,
+    ):  # fmt: skip
+        self.op, self.function, self.what, self.deposit = op, function, what, deposit
+        self.is_posted = False  # on a board
         self.digest = digest(what)
         self.own = array(
             "Q", (self.digest, balance % 2**64, not blocks)
@@ -103,13 +111,15 @@ class PendingCollective:
         """True when every rank has arrived at this collective."""
         return self.arrival is None or self.arrival.done
 
-    def check(self, control_comm: "MPI.Comm") -> bool:
+    def check(self, control_comm: "MPI.Comm", board: Board | None = None) -> bool:
         """True if this collective may block; raises MismatchError, on every rank, if the ranks do not agree."""
-        if self.arrival is None:
+        if board is not None:
+            self.sums = array("Q", board.sums())
+        elif self.arrival is None:
             return True
-        if self.arrival.error is not None:
+        elif self.arrival.error is not None:
             raise self.arrival.error
-        if control_comm.Iprobe(MPI.ANY_SOURCE, last_tag()):
+        if self.sums[2] >= GAVE_UP if board is not None else control_comm.Iprobe(MPI.ANY_SOURCE, last_tag()):
             raise PeersTimedOutError(
                 f"{self.what}: other ranks have waited for this one until their timeout and given up"
             )
@@ -135,12 +145,33 @@ class CollectiveQueue:
 
     def __init__(self, control_comm: "MPI.Comm"):
         self.control_comm = control_comm
+        self.board: Board | None = None
         self.pending: deque[PendingCollective] = deque()
         self.running: PendingCollective | None = None
         self.broken: BaseException | None = None  # after a timeout the ranks may disagree on who is where
 
     def __len__(self) -> int:
         return len(self.pending) + (self.running is not None)
+
+    def arrive(self) -> bool:
+        """Whether the first one that waits may run; on the board this rank arrives at it when those before it are
+        done."""
+        if self.running is not None or not self.pending:
+            return False
+        head = self.pending[0]
+        if self.board is None:
+            return head.arrived
+        if not head.is_posted:
+            head.is_posted = True
+            self.board.post(head.own, head.deposit)
+        return self.board.is_complete()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the thread that owns MPI has something to do for it that no peer rings for again."""
+        if self.board is None or self.running is not None or not self.pending:
+            return False
+        return not self.pending[0].is_posted or self.board.is_complete()
 
     def unfinished(self) -> list[PendingCollective]:
         """The one that runs, if there is one, and those behind it."""
@@ -149,6 +180,9 @@ class CollectiveQueue:
     def announce_timeout(self) -> list["MPI.Request"]:
         """Inform the others that this rank takes part in no further collective: one that arrived late would wait for
         ever."""
+        if self.board is not None:
+            self.board.give_up()
+            return []
         comm = self.control_comm
         return [comm.Isend(b"", rank, last_tag()) for rank in range(comm.size) if rank != comm.rank]
 

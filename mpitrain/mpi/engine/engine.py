@@ -30,18 +30,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.engine.backoff import Backoff, yield_core
+from mpitrain.mpi.engine.backoff import Backoff
+from mpitrain.mpi.engine.board import Board
 from mpitrain.mpi.engine.collective_queue import Announcement, PendingCollective
+from mpitrain.mpi.engine.doorbell import DRIVER
 from mpitrain.mpi.engine.forks import refuse_children_of
 from mpitrain.mpi.engine.ownership import Ownership, left_s
 from mpitrain.mpi.engine.requests import Progress, withdraw
-from mpitrain.mpi.engine.wakeup import NAP_S, NappingWakeup, Wakeup
+from mpitrain.mpi.engine.resting import CHECK_AGAIN_S, Rests
 from mpitrain.mpi.failed_ranks import FailedRanks
 from mpitrain.mpi.operation import Op, message_of
 from mpitrain.system import awake, background
-
-_NAPS_FOR_S = 0.01  # after the last traffic
-_CHECK_AGAIN_S = 0.5  # how long a thread sleeps at most without asking whether it still has to
 
 
 class Engine:
@@ -55,8 +54,7 @@ class Engine:
         self.on_wait: Callable[[], None] = lambda: None  # called again and again while a thread waits
         self._begin(FailedRanks() if ulfm else None)
         self._backoff = Backoff()
-        self._thread_wakeup = NappingWakeup()  # for the communication thread
-        self._driver_wakeup = Wakeup()  # for the waiting thread that drives
+        self._rests = Rests(self._backoff)
         self._stopping = False
         self.waited_s = 0.0  # seconds for which threads that compute have waited for other ranks
         self.who = "" if comm.size == 1 else f"rank {comm.rank} of {comm.size}"
@@ -119,18 +117,23 @@ class Engine:
     def submit_collective(
         self, function: Callable[[bool], Any], control_comm: "MPI.Comm", what: str = "", balance: int = 0,
         timeout_s: float | None = None, quiet: bool = False, blocks: bool = True,
+        deposit: Callable[[], None] | None = None, short: bool = False,
     ) -> Op:  # fmt: skip
         """`collective` with everything that `collective_queue.py` offers: `function(may_block)` may block in MPI only
         if `may_block`, which no rank's may unless it `blocks` on all, and may return a Task that yields the Ops it
         waits for. The Op fails with a MismatchError where `what` or `balance` does not fit those of the other ranks.
-        `quiet`: the caller waits for the Op next."""
+        `quiet`: the caller waits for the Op next. `deposit`: see `PendingCollective`; where that is `short`, it begins
+        in this thread where that may be."""
         op = Op("collective")
         op.what = what
-        collective = PendingCollective(op, function, what, balance, blocks)
+        collective = PendingCollective(op, function, what, balance, blocks, deposit)
         if quiet and self._run_collective(collective, control_comm, timeout_s):
             return op
         return self._submit(
-            op, lambda: self._progress.submit_collective(collective, control_comm, timeout_s), quiet
+            op,
+            lambda: self._progress.submit_collective(collective, control_comm, timeout_s),
+            quiet,
+            short=short and self._rests.bell is not None,
         )
 
     def _run_collective(
@@ -156,17 +159,21 @@ class Engine:
         function: Callable[[bool], Any],
         control_comm: "MPI.Comm",
         limit_s: Callable[[], float],
+        deposit: Callable[[], None] | None = None,
+        waits: bool = True,
     ) -> Op | bool:
-        """Begin a collective that its caller waits for, announced as `made`, in this thread. True: it is done. False:
-        other operations are outstanding, or there is no communication thread, and nothing has begun. An Op: other ranks
-        have yet to arrive, or do not agree; the memory of `made` is the Op's then. `function(may_block)` is as for
-        `submit_collective`, and returns nothing where it may block; `limit_s()` is asked for the Op's timeout. Raises
-        what the function raises."""
+        """Begin a collective that its caller waits for, or that has a deposit, announced as `made`, in this thread.
+        True: it is done. False: other operations are outstanding, or there is no communication thread, and nothing has
+        begun. An Op: other ranks have yet to arrive, or do not agree; the memory of `made` is the Op's then. `waits`:
+        give them a moment. `function(may_block)` is as for `submit_collective`, and returns nothing where it may
+        block; `limit_s()` is asked for the Op's timeout. Raises what the function raises."""
         if not self._hold():
             return False
         began_s = time.monotonic()
         try:
-            op = self._progress.run_at_once(made, function, control_comm, limit_s, self._may_spin)
+            op = self._progress.run_at_once(
+                made, function, control_comm, limit_s, self._may_spin if waits else bool, deposit
+            )
         finally:
             self._let_go(began_s)
         return True if op is None else op
@@ -192,7 +199,7 @@ class Engine:
         self._give()
 
     def _may_spin(self) -> bool:
-        return not self._commands and self._backoff.spin()
+        return not self._commands and self._rests.may_spin()
 
     def post(
         self, op: Op, start: Callable[[], "MPI.Request"], timeout_s: float | None = None, short: bool = False
@@ -206,6 +213,11 @@ class Engine:
         """Post the nonblocking collective of `comm` that `start()` begins; `buffer` is kept alive until it is done."""
         (op := Op("operation", buffer)).comm = comm
         return self.post(op, start)
+
+    def use_board(self, control_comm: "MPI.Comm", board: Board, shares_cores: bool) -> None:
+        """From here on the ranks of this group arrive at their collectives on a board, and ring this process."""
+        self._rests.use(board.bell, shares_cores)
+        self._progress.use_board(control_comm, board)
 
     def forget(self, comms: Sequence["MPI.Comm"], error: BaseException | None = None) -> None:
         """Drop the queues of communicators that are used no more; what is outstanding there fails with `error`."""
@@ -258,14 +270,14 @@ class Engine:
             try:
                 if not predicate():
                     self._check(deadline_s)
-                    self._finished.wait(left_s(deadline_s, _CHECK_AGAIN_S))
+                    self._finished.wait(left_s(deadline_s, CHECK_AGAIN_S))
             finally:
                 self._num_asleep -= 1
 
     def _drive(self, predicate: Callable[[], Any], deadline_s: float | None) -> None:
         """Drive MPI until `predicate()` holds, then release `_driving`, which the caller holds."""
         try:
-            while not self._mpi.take(left_s(deadline_s, _CHECK_AGAIN_S)):
+            while not self._mpi.take(left_s(deadline_s, CHECK_AGAIN_S)):
                 if predicate():
                     return
                 self._check(deadline_s)
@@ -275,9 +287,10 @@ class Engine:
                     if not self._step():
                         self.on_wait()
                         self._check(deadline_s)
-                        self._rest(self._driver_wakeup)
+                        self._rests.want(DRIVER)
+                        self._rests.rest(self._rests.driver, self._progress, self._commands)
             finally:
-                self._mpi.release()
+                self._release()
         finally:
             self._driving.release()
             self._leave()  # another waiting thread may drive now
@@ -300,7 +313,7 @@ class Engine:
 
     def _take(self) -> bool:
         """Own MPI in this thread; False, and it is given back, where a collective is under way."""
-        self._mpi.claim(self._driver_wakeup.set)
+        self._mpi.claim(self._rests.driver.set)
         self._step()
         if self._broken is None and self._progress.has_collectives:
             self._give()
@@ -309,15 +322,17 @@ class Engine:
 
     def _give(self, short: bool = False) -> None:
         """Let other threads own MPI, and the communication thread drive what is outstanding; after a nap if `short`."""
-        self._mpi.release()
+        self._release()
         self._leave(short)
 
     def _leave(self, short: bool = False) -> None:
-        if short:
-            self._thread_wakeup.nap_next()
-        elif self._commands or not self._progress.is_idle:
-            self._thread_wakeup.set_awake()
+        self._rests.leave(self._progress, bool(self._commands), short)
         self._notify()
+
+    def _release(self) -> None:
+        """Let another thread own MPI, after peers can see whether this process waits for them."""
+        self._rests.want_for(self._progress)
+        self._mpi.release()
 
     def run(self, function: Callable[[], Any], control_comm: "MPI.Comm | None" = None) -> Any:
         """`call`, or `collective` where a control communicator is given; waits and returns the function's result."""
@@ -396,23 +411,20 @@ class Engine:
 
     def _serve(self) -> None:
         while self._broken is None:
-            self._thread_wakeup.nap(self._ends_nap)
+            self._rests.thread.nap(self._ends_nap)
             self._mpi.take()
             num_done = self._step()
             self._mpi.give_way()
             is_over = self._stopping and not self._commands and not len(self._progress)
-            self._mpi.release()
+            self._release()
             if is_over:
                 return
-            if self._driving.locked():  # a waiting thread drives; it sets the wakeup when it stops driving
-                self._thread_wakeup.wait(_CHECK_AGAIN_S)
-            elif not num_done:
-                self._rest(self._thread_wakeup)
+            if not self._rests.park(self._driving.locked) and not num_done:
+                self._rests.rest(self._rests.thread, self._progress, self._commands)
 
     def _ends_nap(self) -> bool:
-        """Whether what is outstanding has been left alone for a nap, or nothing has been posted for long."""
         is_left = (self._commands or not self._progress.is_idle) and not self._driving.locked()
-        return self._backoff.quiet_s() > (NAP_S if is_left else _NAPS_FOR_S)
+        return self._rests.ends_nap(bool(is_left))
 
     def _step(self) -> int:
         """Run what other threads have queued and poll once; returns how much was done. A callback that fails breaks the
@@ -433,18 +445,6 @@ class Engine:
             command()
             num_commands += 1
         return num_commands
-
-    def _rest(self, wakeup: Wakeup) -> None:
-        """Sleep for as long as the backoff policy allows; `wakeup` ends the sleep."""
-        sleep_s: float | None = None
-        if len(self._progress):
-            arriving = self._progress.num_arriving > 0
-            sleep_s = 0.0 if self._progress.num_awake else self._backoff.sleep_s(arriving)
-        if sleep_s == 0.0:
-            if not self._backoff.spin():
-                yield_core()
-            return
-        wakeup.wait(sleep_s if wakeup is self._thread_wakeup else sleep_s or _CHECK_AGAIN_S)
 
     def _break(self, error: BaseException) -> None:
         self._broken = error
@@ -490,9 +490,9 @@ class Engine:
         if self._broken is not None:  # no thread runs the queue any more: fail what is in it here
             self._run_commands()
         elif self._driving.locked():
-            self._driver_wakeup.set()
+            self._rests.driver.set()
         if not quiet:
-            self._thread_wakeup.set()
+            self._rests.thread.set()
 
     def _notify(self) -> None:
         if self._num_asleep:

@@ -16,6 +16,7 @@ from typing import Any
 
 from mpitrain.errors import WireError
 from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.engine.board import Board
 from mpitrain.mpi.engine.collective_queue import (
     LEFT_GROUP,
     Announcement,
@@ -130,10 +131,10 @@ class Progress:
             return
         collective.say_busy(any(len(other) for other in self._all_queues() if other is not queue))
         queue.pending.append(collective)
-        if control_comm.size > 1:
+        if control_comm.size > 1 and queue.board is None:
             self.post(collective.make_arrival(control_comm), collective.start_arrival)
         self._limit(collective.op, queue, timeout_s)
-        self._run_arrived()
+        self.run_arrived()
 
     def run_collective(
         self,
@@ -148,7 +149,12 @@ class Progress:
         if queue.broken is not None:
             self.complete(collective.op, queue.broken)
             return
-        if control_comm.size > 1:
+        if queue.board is not None:
+            queue.pending.append(collective)
+            while not queue.arrive() and may_spin():
+                pass
+            self.run_arrived()
+        elif control_comm.size > 1:
             arrival = collective.make_arrival(control_comm)
             try:
                 request = collective.start_arrival()
@@ -160,7 +166,7 @@ class Progress:
             except MPI.Exception as failure:
                 arrival.error, arrived = failure, True
             arrival.done = arrived
-        if collective.arrived:
+        if queue.board is None and collective.arrived:
             self._run_collective(queue, collective)
         if not collective.op.done:
             self._limit(collective.op, queue, timeout_s)
@@ -172,12 +178,15 @@ class Progress:
         control_comm: "MPI.Comm",
         limit_s: Callable[[], float],
         may_spin: Callable[[], bool],
+        deposit: Callable[[], None] | None = None,
     ) -> Op | None:
         """`run_collective` for one that makes no task where it may block: None when it is done, which needs no Op. The
         memory of `made` is the Op's where one comes back."""
         queue = self._queue_of(control_comm)
         if queue.broken is not None:
             raise queue.broken
+        if queue.board is not None:
+            return self._run_on_board(made, function, queue, limit_s, may_spin, deposit)
         request = control_comm.Iallreduce(made.own, made.sums, MPI.SUM)
         while not request.Test():
             if not may_spin():
@@ -200,6 +209,33 @@ class Progress:
             self._limit(op, queue, limit_s())
         return op
 
+    def _run_on_board(
+        self,
+        made: Announcement,
+        function: Callable[[bool], Any],
+        queue: CollectiveQueue,
+        limit_s: Callable[[], float],
+        may_spin: Callable[[], bool],
+        deposit: Callable[[], None] | None,
+    ) -> Op | None:
+        board = queue.board
+        assert board is not None
+        board.post(made.own, deposit)
+        while not (arrived := board.is_complete()) and may_spin():
+            pass
+        if arrived and board.are_alike(made.own):
+            function(True)
+            return None
+        op = Op("collective")
+        op.what = made.what
+        collective = PendingCollective.announced(op, function, made)
+        collective.is_posted = True
+        queue.pending.append(collective)
+        self.run_arrived()
+        if not op.done:
+            self._limit(op, queue, limit_s())
+        return op
+
     def _limit(self, op: Op, queue: CollectiveQueue, timeout_s: float | None) -> None:
         if timeout_s is not None:
             self._set_deadline(op, timeout_s, lambda error: self._fail_queue(queue, error))
@@ -209,6 +245,10 @@ class Progress:
         if queue is None:
             queue = self._queues[control_comm.handle] = CollectiveQueue(control_comm)
         return queue
+
+    def use_board(self, control_comm: "MPI.Comm", board: Board) -> None:
+        """From here on the ranks of this group arrive on a board."""
+        self._queue_of(control_comm).board = board
 
     def forget(self, comms: Sequence["MPI.Comm"], error: BaseException | None = None) -> None:
         """Drop the queues of these communicators, which are used no more, and fail what is outstanding on them."""
@@ -244,7 +284,7 @@ class Progress:
         if self._failed_ranks is not None:
             for op in self._failed_ranks.unanswerable(self._ops):
                 self._abandon(op, MPI.Exception(MPI.ERR_PROC_FAILED))
-        return num_done + self._run_arrived()
+        return num_done + self.run_arrived()
 
     def complete(self, op: Op, error: BaseException | None = None) -> None:
         """Mark as done and notify the threads that wait; exceptions of callbacks reach the thread that polls."""
@@ -396,11 +436,21 @@ class Progress:
         for other in missing:
             other.then(one_done)
 
-    def _run_arrived(self) -> int:
+    @property
+    def waits_for_bell(self) -> bool:
+        """Whether all that is outstanding are collectives that wait for ranks to come to a board."""
+        return not self._ops and all(queue.board is not None for queue in self._all_queues() if len(queue))
+
+    @property
+    def has_news(self) -> bool:
+        """Whether all ranks have come to a board."""
+        return any(queue.has_news for queue in self._all_queues())
+
+    def run_arrived(self) -> int:
         """Run the collectives at the heads of the queues at which every rank has arrived."""
         num_run = 0
         for queue in self._all_queues():
-            while queue.running is None and queue.pending and queue.pending[0].arrived:
+            while queue.arrive():
                 num_run += 1
                 self._run_collective(queue, queue.pending.popleft())
         return num_run
@@ -414,7 +464,7 @@ class Progress:
 
         collective.op.callbacks.insert(0, over)
         try:
-            may_block = collective.check(queue.control_comm)
+            may_block = collective.check(queue.control_comm, queue.board)
         except Exception as error:
             if LEFT_GROUP in str(error) or isinstance(error, PeersTimedOutError):
                 self._fail_queue(queue, error)  # a rank that has left takes part in no other collective

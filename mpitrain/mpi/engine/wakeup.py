@@ -6,12 +6,14 @@ themselves: waking it for each message costs more than the message. `nap_next` w
 
 `Wakeup` is no `queue.SimpleQueue`: `get(timeout)` of that class recomputes the time left after a spurious wakeup, and
 where that has become negative (a sleep of 0.1 ms, a thread that lost its core for longer) CPython 3.11 waits for ever.
-One of nine training runs hung there; a plain lock checks the sign. This file imports only the standard library.
+One of nine training runs hung there; a plain lock checks the sign.
 """
 
 import contextlib
 import threading
 from collections.abc import Callable
+
+from mpitrain.mpi.engine.doorbell import THREAD, Doorbell
 
 NAP_S = 0.0005
 
@@ -19,14 +21,26 @@ NAP_S = 0.0005
 class Wakeup:
     """Not set at first. Several calls of `set` before one `wait` count as one."""
 
-    def __init__(self) -> None:
+    def __init__(self, which: int = THREAD) -> None:
+        self._which = which
         self._not_set = threading.Lock()
         self._not_set.acquire()
+        self.bell: Doorbell | None = None  # which `set` rings, too
 
     def set(self) -> None:
         """Wake the thread that waits, or the next one that will."""
         with contextlib.suppress(RuntimeError):  # it is set already
             self._not_set.release()
+        if self.bell is not None:
+            self.bell.ring_own(self._which)
+
+    def wait_for_ring(self, limit_s: float, has_news: Callable[[], bool]) -> None:
+        """Sleep until the bell rings or this is set, for `limit_s` at most; not at all if it is set or `has_news()`."""
+        assert self.bell is not None
+        value = self.bell.value(self._which)
+        if self._not_set.locked() and not has_news() and not self.bell.sleep(self._which, value, limit_s):
+            self.bell.num_missed += self.bell.wanted == self._which and self._not_set.locked() and has_news()
+        self._not_set.acquire(blocking=False)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Return True when it is set, and clear it; False after `timeout_s` (None: no limit)."""

@@ -119,7 +119,9 @@ def _known() -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in _ARITHMETIC)
 
 
-def _check_layout(tensor: torch.Tensor) -> None:
+def check_travels(tensor: torch.Tensor) -> None:
+    """Raises TypeError for a tensor whose bytes are not its numbers, or whose numbers MPI does not carry."""
+    _wire_type(tensor.dtype, False)
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(
             f"a {tensor.layout} tensor of {tensor.dtype} cannot travel over MPI; make it dense first"
@@ -128,6 +130,10 @@ def _check_layout(tensor: torch.Tensor) -> None:
         raise TypeError(
             "a lazily conjugated or negated tensor cannot travel over MPI; call resolve_conj()/resolve_neg()"
         )
+
+
+def _check_layout(tensor: torch.Tensor) -> None:
+    check_travels(tensor)
     if not tensor.is_contiguous():
         raise ValueError(
             f"strided tensor {tuple(tensor.shape)}, strides {tensor.stride()}: call .contiguous() first"

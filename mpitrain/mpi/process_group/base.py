@@ -26,7 +26,7 @@ from mpitrain.mpi.faults.errors import is_lost_peer
 from mpitrain.mpi.faults.regroup import Regroup
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.operation import Op
-from mpitrain.mpi.process_group import algorithm_choice, profiled
+from mpitrain.mpi.process_group import algorithm_choice, on_board, profiled
 from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.mpi.runtime import Runtime
 from mpitrain.system import background, trace
@@ -38,16 +38,19 @@ LEAVE_S = 5.0  # for ranks that leave the group later
 _MOST_ANNOUNCEMENTS = 256  # kept: a program's tensors may have ever new lengths
 _PROBE_TAG, _PROBE_BYTES, _NUM_PROBES = 5, 1 << 18, 4
 _NO_TIME = timedelta(0)
+_DONE = "a collective that is done"
 
 
 class Call(NamedTuple):
     """A collective as its ranks must call it: all give the same `what`, and their `balance` adds up to nothing.
-    `blocks`: as for the engine."""
+    `blocks`, `deposit`, `short`: as for the engine."""
 
     name: str
     what: str = ""
     balance: int = 0
     blocks: bool = True
+    deposit: Callable[[], None] | None = None
+    short: bool = False
 
 
 class GroupBase(dist.ProcessGroup):
@@ -64,7 +67,8 @@ class GroupBase(dist.ProcessGroup):
         self._abort_hooks: dict[int, Callable[[], None]] = {}
         self._num_collectives = 0
         self._announcements: dict[str, Announcement] = {}
-        self._done_work = MpiWork(self._engine, "a collective that is done", [], timeout)
+        self._board: on_board.TensorBoard | None = None
+        self._done_work = MpiWork(self._engine, _DONE, [], timeout)
         self._done_work.end(None)
         self._comm: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
         self._control_comm: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
@@ -107,6 +111,7 @@ class GroupBase(dist.ProcessGroup):
         else:
             self._engine.run(lambda: self._meet())
             self._comm, self._control_comm = self._engine.run(self._make_comms)
+            self._engine.run(self._put_up_board)
         self._runtime.communicators += [self._comm, self._control_comm]
         self._runtime.groups.append(self)
 
@@ -148,6 +153,13 @@ class GroupBase(dist.ProcessGroup):
         if (op := self.leave()) is not None:
             with contextlib.suppress(TimeoutError):
                 self._engine.wait_any(lambda: op.done, LEAVE_S)
+
+    def _put_up_board(self) -> None:
+        """Collective, in the thread that owns MPI: have the members arrive on a board where that can be."""
+        board = on_board.make(self._runtime, self._comm, self._ranks)
+        if board is not None:
+            self._board = on_board.TensorBoard(board, self._rank, self._size)
+            self._engine.use_board(self._control_comm, board, self._runtime.shares_cores)
 
     def leave(self) -> Op | None:
         """Leave the group; returns at once, the first time with an Op that is done when all have left, and the group's
@@ -209,7 +221,7 @@ class GroupBase(dist.ProcessGroup):
     ) -> MpiWork:
         """The Work of a collective. `writes`: it writes `result`, which is a tensor or lists of them, as `inputs` are,
         where they are not the same."""
-        name, what, balance, blocks = call
+        name, what, balance, blocks, deposit, short = call
         self._check_member(name)
         if writes:
             check_writable(name, result)
@@ -222,7 +234,7 @@ class GroupBase(dist.ProcessGroup):
         try:
             op = self._engine.submit_collective(
                 lambda may_block: in_inference_mode(carry(may_block)),
-                self._control_comm, text, balance, limit_s, quiet, blocks,
+                self._control_comm, text, balance, limit_s, quiet, blocks, deposit, short,
             )  # fmt: skip
         except BaseException:
             profiled.end(span)
@@ -237,15 +249,26 @@ class GroupBase(dist.ProcessGroup):
         """The Work of a collective of this group, not yet carried out."""
         return MpiWork(self._engine, name, result, timeout, span, self._fail)
 
+    def _done_with(self, result: Any) -> MpiWork:
+        work = MpiWork(self._engine, _DONE, result, self._timeout)
+        work.end(None)
+        return work
+
+    def _failed_with(self, error: Exception, name: str, result: Any) -> MpiWork:
+        work = self._work(name, result, self._timeout)
+        work.end(error)
+        return work
+
     def _may_run_at_once(self) -> bool:
         """Whether nobody looks at single collectives, and this group may begin one."""
         return not (self._has_left or profiled.is_on() or trace.is_on()) and len(self._ranks) > 1
 
     def _at_once(
-        self, name: str, what: str, carry: Callable[[bool], Task | None], result: Any, opts: object
+        self, call: Call, carry: Callable[[bool], Task | None], result: Any, opts: object, waits: bool = True
     ) -> MpiWork:
-        """`_collective` for one that its caller waits for, without the objects that cost more than a small collective
-        itself: as a rule it is done when this returns."""
+        """`_collective` for one that its caller waits for, or that has a deposit, without the objects that cost more
+        than a small collective itself: as a rule it is done when this returns."""
+        name, what = call.name, call.what
         made = self._announcements.pop(what, None)
         if made is None:
             made = Announcement(self._text(name, what), len(self._ranks))
@@ -255,8 +278,12 @@ class GroupBase(dist.ProcessGroup):
                 lambda may_block: in_inference_mode(carry(may_block)),
                 self._control_comm,
                 lambda: self._limit(opts).total_seconds(),
+                call.deposit,
+                waits,
             )
         except Exception as error:
+            if not waits:
+                return self._remember(self._failed_with(error, call.name, result))
             self._fail(error)
             raise
         if op is True:
@@ -264,9 +291,9 @@ class GroupBase(dist.ProcessGroup):
             if len(self._announcements) >= _MOST_ANNOUNCEMENTS:
                 self._announcements.clear()
             self._announcements[what] = made
-            return self._done_work
+            return self._done_work if waits else self._done_with(result)
         if op is False:
-            return self._collective(Call(name, what), carry, result, opts, writes=False)
+            return self._collective(call, carry, result, opts, writes=False)
         self._num_collectives += 1
         work = self._work(name, result, self._limit(opts))
         op.then(work.settle)

@@ -31,8 +31,13 @@ class DataMovement(GroupBase):
                     yield from self._call(may_block, "Bcast", message, root)
                 held.finish()
 
-        what = f"{shape_of(tensors)}, from {root}"
-        return self._collective(Call("broadcast", what), carry, tensors, opts, writes=not is_root)
+        call = Call("broadcast", f"{shape_of(tensors)}, from {root}")
+        board = self._board
+        if board is None or len(tensors) != 1 or not board.holds(tensors[0].dtype, tensors[0].numel()):
+            return self._collective(call, carry, tensors, opts, writes=not is_root)
+        deposit, take = board.broadcasting(tensors[0], events[0], root)
+        call = call._replace(deposit=deposit, short=not buffers.on_device(tensors[0]))
+        return self._collective(call, take, tensors, opts, writes=not is_root)
 
     # ---- allgather
 

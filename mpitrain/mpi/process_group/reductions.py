@@ -2,7 +2,7 @@
 
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,11 +85,17 @@ class Reductions(GroupBase):
                 reduction.after(memory, self.size())
             return None
 
-        what = _what(tensor.dtype, tensor.numel(), reduction.kind)
-        if not getattr(opts, "asyncOp", True) and self._may_run_at_once():
-            return self._at_once("allreduce", what, at_once, result, opts)
+        board = self._board
+        carry: Callable[[bool], Task | None] = at_once
+        call = Call("allreduce", _what(tensor.dtype, tensor.numel(), reduction.kind))
+        if board is not None and board.carries(tensor.dtype, tensor.numel(), reduction):
+            deposit, carry = board.of_plain(tensor, reduction)
+            call = call._replace(deposit=deposit, short=True)
+        waits = not getattr(opts, "asyncOp", True)
+        if (waits or call.short) and self._may_run_at_once():
+            return self._at_once(call, carry, result, opts, waits)
         # nothing in it overlaps
-        return self._collective(Call("allreduce", what), at_once, result, opts, writes=False)
+        return self._collective(call, carry, result, opts, writes=False)
 
     def _of_one_rank(self, tensors: list[torch.Tensor], opts: object) -> MpiWork:
         """An allreduce among one: nothing travels, and a device tensor does not leave its device."""
@@ -111,11 +117,20 @@ class Reductions(GroupBase):
         events = buffers.record_events(tensors)
         kinds = "/".join(dict.fromkeys(reduction.kind for reduction in wanted))
         way = "" if wire is None else f" as {str(wire).removeprefix('torch.')}"
+        call = Call("allreduce", f"{shape_of(tensors)}{way}, {kinds}")
+
+        def carry(may_block: bool) -> Task:
+            return self._carried(tensors, wanted, events, wire, may_block)
+
+        board = self._board
+        if board is None or len(tensors) != 1:
+            return self._collective(call, carry, tensors, opts)
+        (tensor,), (reduction,) = tensors, wanted
+        if not board.carries(wire or tensor.dtype, tensor.numel(), reduction):
+            return self._collective(call, carry, tensors, opts)
+        deposit, add_up = board.lending(tensor, events[0], reduction, wire or tensor.dtype)
         return self._collective(
-            Call("allreduce", f"{shape_of(tensors)}{way}, {kinds}"),
-            lambda may_block: self._carried(tensors, wanted, events, wire, may_block),
-            tensors,
-            opts,
+            call._replace(deposit=deposit, short=not buffers.on_device(tensor)), add_up, tensors, opts
         )
 
     def _carried(

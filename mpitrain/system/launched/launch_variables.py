@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -247,3 +247,16 @@ def is_rank(environ: Mapping[str, str] = os.environ) -> bool:
 def usable_cores() -> int:
     """Cores this process may run on, which a batch system or a container may have cut down."""
     return len(os.sched_getaffinity(0))
+
+
+def own_cores() -> str:
+    """Those cores, as hexadecimal digits."""
+    return hex(sum(1 << core for core in os.sched_getaffinity(0)))
+
+
+def are_shared(cores: Sequence[str]) -> bool:
+    """Whether ranks that may run on these `own_cores` are more than they are."""
+    together = 0
+    for each in cores:
+        together |= int(each, 16)
+    return len(cores) > together.bit_count()

@@ -3,6 +3,7 @@
 import functools
 import gc
 import itertools
+import os
 import threading
 import time
 import warnings
@@ -18,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain  # noqa: F401  (this import is all a script needs)
 from mpitrain.errors import MismatchError
+from mpitrain.mpi.engine import doorbell
 from mpitrain.mpi.memory import buffers
-from mpitrain.mpi.process_group import point_to_point, process_group
+from mpitrain.mpi.process_group import on_board, point_to_point, process_group
 from tests.mpi.cases import raises, run_cases, starts
 
 DEADLINE_S = 30.0
@@ -449,13 +451,16 @@ def case_errors_reach_the_waiting_user(rt):
     model = nn.Linear(3, 3)
     ddp = DistributedDataParallel(model)
     whole, group._comm = group._comm, Broken(group._comm)
+    on_boards = mock.patch.object(on_board.TensorBoard, "add_up", side_effect=ConnectionError("planted"))
     try:
+        on_boards.start()
         raises(ConnectionError, "planted", lambda: dist.all_reduce(torch.ones(3)))
         future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
         raises(Exception, "planted", future.wait)
         raises(Exception, "planted", lambda: ddp(torch.ones(1, 3)).sum().backward())
     finally:
         group._comm = whole
+        on_boards.stop()
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [rt.size] * 3
@@ -526,6 +531,76 @@ def case_small_collectives_of_ranks_that_come_late(rt):
             tensor = torch.ones(3, requires_grad=True).detach()
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
             assert tensor.eq(1).all()
+
+
+def case_ranks_that_wait_sleep_until_the_last_one_rings(rt):
+    """Rank 0 comes when it sees all others wait: one ring each ends their sleep. What the ranks leave is added up to
+    the bits that the library makes of it."""
+    group = dist.group.WORLD
+    if doorbell.why_not("none"):
+        assert group._board is None
+        return
+    bell, peers = rt.bell(), [rt.met[place] for place in list(rt.met)]
+    assert len(peers) == rt.size - 1
+    missed, rung, steps = bell.num_missed, bell.num_rung, group._board.board._steps
+    for turn in range(20):
+        tensor = torch.full(
+            (3,), float(turn), dtype=torch.bfloat16
+        )  # left on the board by any number of ranks
+        if rt.rank == 0:
+            while min(steps[1:]) == steps[0] or not all(peer.words[48] for peer in peers):
+                pass
+        work = dist.all_reduce(tensor, async_op=True)
+        if turn % 2:
+            work.get_future().wait()
+        work.wait()
+        assert tensor.eq(turn * rt.size).all()
+        dist.barrier()
+    assert rt.rank or bell.num_rung - rung >= 20 * (rt.size - 1), (bell.num_rung - rung, rt.size)
+    assert bell.num_missed == missed
+
+
+def case_what_lies_on_the_board_has_the_bits_of_the_library(rt):
+    """Also NaN, infinities, and two zeros of either sign; tensors of any layout, and a root's."""
+    with mock.patch.dict(os.environ, {doorbell.VARIABLE: "off"}):
+        plain = dist.new_group()
+    assert plain._board is None
+    draw = torch.Generator().manual_seed(rt.rank)
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.complex64,
+        torch.int32,
+        torch.uint16,
+        torch.bool,
+    ):
+        for kind in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
+            own = (torch.randn(33, generator=draw) * 8).to(dtype)
+            if dtype.is_floating_point:
+                own[:4] = torch.tensor(
+                    [-0.0, 0.0 if rt.rank else -0.0, float("inf"), float("nan") if rt.rank else 1.0]
+                )
+            ours, theirs = own.clone(), own.clone()
+            op = getattr(dist.ReduceOp, kind)
+            try:
+                dist.all_reduce(theirs, op=op, group=plain)
+            except (TypeError, ValueError):
+                continue
+            dist.all_reduce(ours, op=op)
+            numbers = ~theirs.isnan()  # of these the bits; whose NaN it is decides those of a NaN
+            assert ours.isnan().eq(~numbers).all(), (dtype, kind)
+            ours, theirs = ours[numbers], theirs[numbers]
+            assert ours.view(torch.uint8).equal(theirs.view(torch.uint8)), (dtype, kind, ours, theirs)
+    strided = torch.full((4, 6), float(rt.rank))[:, ::2]
+    dist.all_reduce(strided)
+    assert strided.eq(sum(range(rt.size))).all()
+    root = rt.size - 1
+    for tensor in (strided.t(), torch.full((5,), rt.rank, dtype=torch.float8_e4m3fn), torch.ones(())):
+        tensor.copy_(torch.tensor(1.0 + (rt.rank == root)))
+        dist.broadcast(tensor, root)
+        assert tensor.float().eq(2).all()
+    dist.destroy_process_group(plain)
 
 
 def case_what_is_kept_of_small_collectives_is_bounded(rt):

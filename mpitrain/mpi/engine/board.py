@@ -1,0 +1,96 @@
+"""Where the ranks of a group on one node say that they have arrived at a collective, and leave what it needs of them.
+
+Invariants: the collectives of a group come one after another, each is a step. A rank posts a step when it is done with
+the one before, so nobody can be more than one step behind another, and two places for each rank, used in turn, are
+enough: what a rank has posted stays until all are done with it. What a rank posts is written before the number of its
+step; the last to arrive rings those that wait, and nobody else is woken.
+
+A record is three numbers, of which `collective_queue.py` says what they mean; what else a rank posts, at most
+`slot_bytes`, lies at `address(rank)`. This file imports only the standard library.
+"""
+
+import ctypes
+import mmap
+from array import array
+from collections.abc import Callable, Sequence
+
+from mpitrain.mpi.engine.doorbell import Doorbell, Peer, SharedMemory
+
+_HEAD_BYTES = 64
+_RECORD = 3
+GAVE_UP = 2**32  # more than the last numbers of a record add up to otherwise
+MAX_RANKS = 128
+
+
+def num_bytes(num_ranks: int, slot_bytes: int) -> int:
+    """Of the memory of a board."""
+    return _slots_at(num_ranks) + 2 * num_ranks * slot_bytes
+
+
+def _slots_at(num_ranks: int) -> int:
+    numbers = 8 * num_ranks * (1 + 2 * _RECORD)
+    return -(-(_HEAD_BYTES + numbers) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Board:
+    """That of a group of `size` ranks, of which this is rank `rank`, in memory that all have mapped."""
+
+    def __init__(
+        self, memory: SharedMemory, rank: int, size: int, slot_bytes: int, bell: Doorbell, peers: Sequence[Peer]
+    ):  # fmt: skip
+        self.memory, self.slot_bytes, self.bell = memory, slot_bytes, bell
+        self._rank, self._size, self._peers = rank, size, peers
+        numbers = memoryview(memory.map)[_HEAD_BYTES : _slots_at(size)].cast("Q")
+        self._steps = numbers[:size]
+        self._records = [numbers[size + turn * size * _RECORD :][: size * _RECORD] for turn in (0, 1)]
+        self.step = 0
+
+    def post(self, own: "array[int]", deposit: Callable[[], None] | None = None) -> None:
+        """Arrive at the next step with this record; `deposit()` writes what else this rank leaves at its address."""
+        self.step += 1
+        if deposit is not None:
+            deposit()
+        at = self._rank * _RECORD
+        self._records[self.turn][at : at + _RECORD] = memoryview(own)
+        self._steps[self._rank] = self.step
+        self.bell.fence()
+        if self.is_complete():
+            self.bell.ring(self._peers)
+
+    @property
+    def turn(self) -> int:
+        """Which of the two places the step at hand uses."""
+        return self.step & 1
+
+    def is_complete(self) -> bool:
+        """Whether all have arrived at the step at hand."""
+        return min(self._steps.tolist()) >= self.step
+
+    def sums(self) -> list[int]:
+        """Of the records of all ranks, once it is complete."""
+        values = self._records[self.turn].tolist()
+        return [sum(values[each::_RECORD]) % 2**64 for each in range(_RECORD)]
+
+    def are_alike(self, own: "array[int]") -> bool:
+        """Whether all ranks have this record, once it is complete."""
+        return bool(self._records[self.turn].tolist() == own.tolist() * self._size)
+
+    def give_up(self) -> None:
+        """Arrive at all steps to come, with a record that says that this rank takes part in none."""
+        for records in self._records:
+            records[(self._rank + 1) * _RECORD - 1] = GAVE_UP
+        self._steps[self._rank] = 2**63
+        self.bell.fence()
+        self.bell.ring(self._peers)
+
+    def offset(self, rank: int) -> int:
+        """Where in the memory a rank's deposit of this step begins."""
+        return _slots_at(self._size) + (2 * rank + self.turn) * self.slot_bytes
+
+    def address(self, rank: int) -> int:
+        """The same as an address."""
+        return self.memory.address + self.offset(rank)
+
+    def copy_in(self, address: int, size_bytes: int) -> None:
+        """Deposit so many bytes from there."""
+        ctypes.memmove(self.address(self._rank), address, size_bytes)

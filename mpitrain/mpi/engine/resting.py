@@ -1,0 +1,87 @@
+"""How the threads of an engine wait: by the backoff policy while MPI has something to be polled for, and on the
+doorbell where ranks of this node ring (`doorbell.py`).
+
+Invariants: before a thread lets go of MPI it says whom peers shall ring (`want`), and afterwards it looks whether they
+came before they could see that. Where all that is outstanding waits for peers to come to a board, nobody is woken for
+it but by them. The communication thread is parked, and no bell wakes it, while another thread drives.
+"""
+
+from collections.abc import Callable, Sized
+
+from mpitrain.mpi.engine.backoff import Backoff, yield_core
+from mpitrain.mpi.engine.doorbell import DRIVER, THREAD, Doorbell
+from mpitrain.mpi.engine.requests import Progress
+from mpitrain.mpi.engine.wakeup import NAP_S, NappingWakeup, Wakeup
+
+CHECK_AGAIN_S = 0.5  # how long a thread sleeps at most without asking whether it still has to
+_NAPS_FOR_S = 0.01  # after the last traffic
+BELL_S = 0.05  # how long one sleeps at most until peers ring: for deadlines, and signals
+
+
+class Rests:
+    """`thread` is what wakes the communication thread, `driver` the waiting thread that drives. `bell` is where ranks
+    of this node ring this process, if they do."""
+
+    def __init__(self, backoff: Backoff):
+        self._backoff = backoff
+        self.thread, self.driver = NappingWakeup(), Wakeup(DRIVER)
+        self.bell: Doorbell | None = None
+        self._shares_cores = self._is_parked = False
+
+    def use(self, bell: Doorbell, shares_cores: bool) -> None:
+        """From here on threads sleep on it. `shares_cores`: who spins keeps other ranks from arriving."""
+        self.bell = self.thread.bell = self.driver.bell = bell
+        self._shares_cores = shares_cores
+
+    def may_spin(self) -> bool:
+        """Whether other ranks are given a moment before a thread sleeps."""
+        return not self._shares_cores and self._backoff.spin()
+
+    def want(self, which: int) -> None:
+        """In the thread that owns MPI: from here on peers ring for that one (0: nobody)."""
+        if self.bell is not None:
+            self.bell.want(which)
+
+    def want_for(self, progress: Progress) -> None:
+        """`want` the communication thread, where something is outstanding."""
+        if self.bell is not None:
+            self.bell.want(0 if progress.is_idle else THREAD)
+
+    def leave(self, progress: Progress, has_commands: bool, short: bool) -> None:
+        """In a thread that owns MPI no more: wake the communication thread where it has to do something; after a nap if
+        `short`."""
+        if self.bell is not None and not has_commands and progress.waits_for_bell:
+            if not progress.is_idle and (self._is_parked or progress.has_news):
+                self.thread.set()
+        elif short:
+            self.thread.nap_next()
+        elif has_commands or not progress.is_idle:
+            self.thread.set_awake()
+
+    def ends_nap(self, is_left: bool) -> bool:
+        """Whether what is outstanding has been left alone for a nap, or nothing has been posted for long."""
+        return self._backoff.quiet_s() > (NAP_S if is_left else _NAPS_FOR_S)
+
+    def park(self, is_driven: Callable[[], bool]) -> bool:
+        """In the communication thread: wait while another one drives; whether one did. Who stops driving wakes it."""
+        self._is_parked = True  # said before the look, as who stops driving looks after it has stopped
+        if parks := is_driven():
+            self.thread.wait(CHECK_AGAIN_S)
+        self._is_parked = False
+        return parks
+
+    def rest(self, wakeup: Wakeup, progress: Progress, commands: Sized) -> None:
+        """Sleep for as long as the backoff policy allows, or peers ring; `wakeup` ends the sleep, and there is none
+        where there are `commands`."""
+        sleep_s: float | None = None
+        if self.bell is not None and progress.waits_for_bell:
+            sleep_s = None if progress.is_idle else BELL_S
+        elif len(progress):
+            sleep_s = 0.0 if progress.num_awake else self._backoff.sleep_s(progress.num_arriving > 0)
+        if sleep_s == 0.0:
+            if not self._backoff.spin():
+                yield_core()
+        elif self.bell is not None:
+            wakeup.wait_for_ring(sleep_s or CHECK_AGAIN_S, lambda: bool(commands) or progress.has_news)
+        else:
+            wakeup.wait(sleep_s if wakeup is self.thread else sleep_s or CHECK_AGAIN_S)

@@ -1,0 +1,160 @@
+"""Small collectives by way of shared memory: the ranks of a group on one node leave their tensors on its board
+(`board.py`), and each adds what all have left.
+
+Invariants: whether a collective goes this way depends on what all ranks know alike, as its text does, never on where
+or how a rank's tensor lies. The bits are those of the way that it would go otherwise: 16-bit floats are added in
+float32 in the order of the ranks and rounded once, as our own algorithms do it; of other numbers only two are added,
+for which there is one order. A tensor is read when its rank arrives, and written when all have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpitrain.mpi import json_collectives
+from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.engine import doorbell
+from mpitrain.mpi.engine.board import MAX_RANKS, Board, num_bytes
+from mpitrain.mpi.memory import buffers
+from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
+
+if TYPE_CHECKING:
+    from mpitrain.mpi.runtime import Runtime
+
+_SLOT_BYTES, _MOST_BYTES = 1 << 18, 1 << 24
+_MOST_VIEWS = 64
+_ADDED = (torch.float32, torch.float64)
+
+
+Way = tuple[Callable[[], None], Callable[[bool], None]]  # what is done on arrival, and when all have arrived
+
+
+class TensorBoard:
+    """The board of a group, for tensors."""
+
+    def __init__(self, board: Board, rank: int, size: int):
+        self.board, self._rank, self._size = board, rank, size
+        self._memory = torch.frombuffer(board.memory.map, dtype=torch.uint8)
+        self._views: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
+
+    def carries(self, dtype: torch.dtype, count: int, reduction: Reduction) -> bool:
+        """Whether an allreduce of so many numbers, of this type on the wire, goes this way."""
+        # of two zeros, or of NaN and a number, MIN and MAX are whichever comes first, or in whatever part of a tensor
+        if not self.holds(dtype, count) or (dtype.is_floating_point and reduction.name in ("MIN", "MAX")):
+            return False
+        return self._size == 2 or is_sixteen(dtype)
+
+    def holds(self, dtype: torch.dtype, count: int) -> bool:
+        """Whether so many numbers are something, and fit what a rank may leave."""
+        return 0 < count * dtype.itemsize <= self.board.slot_bytes
+
+    def deposit(self, memory: torch.Tensor) -> None:
+        """Leave a contiguous host tensor."""
+        self.board.copy_in(memory.data_ptr(), memory.nbytes)
+
+    def slots(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """What the ranks have left, in their order."""
+        key = (self.board.turn, dtype, count)
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            size = count * dtype.itemsize
+            starts = map(self.board.offset, range(self._size))
+            found = self._views[key] = [self._memory[at : at + size].view(dtype) for at in starts]
+        return found
+
+    def add_up(self, into: torch.Tensor, wire: torch.dtype, reduction: Reduction) -> None:
+        """Reduce what the ranks have left into a contiguous host tensor."""
+        slots, flat = self.slots(wire, into.numel()), into.data  # as MPI writes it: autograd is not told
+        if flat.dim() != 1:
+            flat = flat.view(-1)
+        if self._size == 2 and reduction.name == "SUM" and wire in _ADDED:  # nearly always
+            torch.add(*slots, out=flat)
+            reduction.after(flat, 2)
+            return
+        total = slots[0].float() if is_sixteen(wire) else flat.copy_(slots[0])
+        for slot in slots[1:]:
+            reduction.combine(total, slot)
+        reduction.after(total, self._size)
+        if total is not flat:
+            flat.copy_(total.to(wire))
+
+    def of_plain(self, tensor: torch.Tensor, reduction: Reduction) -> Way:
+        """How a plain tensor is left and added up."""
+
+        def deposit() -> None:
+            reduction.before(tensor.data)
+            self.deposit(tensor)
+
+        return deposit, lambda may_block: self.add_up(tensor, tensor.dtype, reduction)
+
+    def lending(self, tensor: torch.Tensor, event: object, reduction: Reduction, wire: torch.dtype) -> Way:
+        """How a tensor of any place and layout is left and added up."""
+        buffers.check_travels(tensor)
+        held: list[buffers.Lease] = []
+
+        @torch.inference_mode()
+        def deposit() -> None:
+            held.append(buffers.lease(tensor, reads=True, writes=True, after=event, on_host=True))
+            memory = held[0].memory
+            reduction.before(memory)
+            self.deposit(memory.to(wire).contiguous())
+
+        @torch.inference_mode()
+        def add_up(may_block: bool) -> None:
+            self.add_up(held[0].memory, wire, reduction)
+            held[0].finish()
+
+        return deposit, add_up
+
+    def broadcasting(self, tensor: torch.Tensor, event: object, root: int) -> Way:
+        """How the root leaves such a tensor, and the others take it."""
+        buffers.check_travels(tensor)
+        is_root = self._rank == root
+
+        @torch.inference_mode()
+        def deposit() -> None:
+            if is_root:
+                held = buffers.lease(tensor, reads=True, writes=False, after=event, on_host=True)
+                self.deposit(held.memory)
+                held.finish()
+
+        @torch.inference_mode()
+        def take(may_block: bool) -> None:
+            if not is_root:
+                held = buffers.lease(tensor, reads=False, writes=True, after=event, on_host=True)
+                held.memory.view(-1).copy_(self.slots(tensor.dtype, tensor.numel())[root])
+                held.finish()
+
+        return deposit, take
+
+
+def make(runtime: Runtime, comm: MPI.Intracomm, ranks: list[int]) -> Board | None:
+    """Collective over the members, in the thread that owns MPI: the board of a new group, which all can use or none."""
+    size, rank = comm.size, comm.rank
+    one_node = len({runtime.nodes[member] for member in ranks}) == 1
+    if not one_node or not 1 < size <= MAX_RANKS or doorbell.why_not(runtime.fault_tolerance):
+        return None  # on all ranks: the launch has given them one environment
+    slot_bytes = min(_SLOT_BYTES, _MOST_BYTES // size & -4096)
+    length = num_bytes(size, slot_bytes)
+    bell = memory = None
+    with contextlib.suppress(OSError):
+        own, memory = runtime.bell(), doorbell.SharedMemory.made(length) if rank == 0 else None
+        bell = own
+    every = json_collectives.allgather(comm, bell and [bell.memory.place, memory and memory.place])
+    board = None
+    with contextlib.suppress(OSError):
+        if bell is not None and all(every):
+            places = [doorbell.Place(*each[0]) for each in every]
+            peers = doorbell.peers_at(places[:rank] + places[rank + 1 :], runtime.met)
+            shared = memory or doorbell.SharedMemory.at(doorbell.Place(*every[0][1]), length)
+            board = Board(shared, rank, size, slot_bytes, bell, peers)
+    usable = all(json_collectives.allgather(comm, board is not None))
+    if memory is not None:
+        memory.close()
+    return board if usable else None
