@@ -38,9 +38,8 @@ def test_the_package_ships_its_types_its_format_and_the_example_jobs(tmp_path: P
     )
     shipped = {path.relative_to(built).as_posix() for path in built.rglob("*") if path.is_file()}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "mpitrain").rglob("*.py")}
-    examples = {
-        f"mpitrain/examples/{path.relative_to(ROOT / 'jobs')}" for path in (ROOT / "jobs").rglob("*.py")
-    }
+    jobs = [path for pattern in ("*.py", "scripts/*.py") for path in (ROOT / "jobs").glob(pattern)]
+    examples = {f"mpitrain/examples/{path.relative_to(ROOT / 'jobs')}" for path in jobs}
     modules = {path for path in modules if not path.startswith("mpitrain/examples/")} | examples
     assert shipped == modules | {"mpitrain/py.typed", "mpitrain/data/FORMAT.md"}
 
