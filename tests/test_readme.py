@@ -64,7 +64,8 @@ def test_before_the_diff_the_script_runs_alone(tmp_path, capsys):
 
 
 def test_the_lines_for_a_ddp_script_are_those_of_the_example():
-    block = next(text for text in documented.blocks(ROOT / "docs" / "own-scripts.md", "") if "init_process_group" in text)
+    blocks = documented.blocks(ROOT / "docs" / "own-scripts.md", "")
+    block = next(text for text in blocks if "init_process_group" in text)
     added = [line[1:] for line in block.splitlines() if line.startswith("+")]
     assert len(added) == 1
     example = (ROOT / "jobs" / "scripts" / "ddp.py").read_text()
