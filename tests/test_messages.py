@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,25 +14,27 @@ QUOTING = ROOT / "docs" / "when-something-goes-wrong.md"
 VALUE = "\0"  # what an f-string puts in
 
 
-def texts() -> Iterator[str]:
+@functools.cache  # a second and a half, and every process that runs tests imports this file
+def texts() -> list[str]:
     """Every text of the package, its values left out."""
+    found = []
     for path in (ROOT / "mpitrain").rglob("*.py"):
         inside = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 inside |= {id(part) for part in node.values}
-                yield "".join(part.value if isinstance(part, ast.Constant) else VALUE for part in node.values)
+                found.append(
+                    "".join(part.value if isinstance(part, ast.Constant) else VALUE for part in node.values)
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
-                yield node.value
-
-
-TEXTS = list(texts())
+                found.append(node.value)
+    return found
 
 
 def is_said(message: str) -> bool:
     """Whether one text has the pieces between the values in this order."""
     pieces = [re.escape(piece.strip()) for piece in message.split("...") if piece.strip(" ;:")]
-    return any(re.search(f"[^\n]*?{VALUE}?[^\n]*?".join(pieces), text) for text in TEXTS)
+    return any(re.search(f"[^\n]*?{VALUE}?[^\n]*?".join(pieces), text) for text in texts())
 
 
 def quoted() -> list[str]:
@@ -55,7 +57,7 @@ def test_pages_that_texts_of_the_package_name_are_there() -> None:
     known = {page.relative_to(ROOT).as_posix() for page in PAGES}
     named = {
         name
-        for text in TEXTS
+        for text in texts()
         for name in re.findall(r"\b(?:docs|slurm|benchmarks|tests)/[\w/-]+\.md\b", text)
     }
     assert named <= known, sorted(named - known)

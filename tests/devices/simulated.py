@@ -69,6 +69,17 @@ def load(late_ms: int = LATE_MS) -> ctypes.CDLL:
     return library
 
 
+def be_the_same_everywhere() -> None:
+    """Have the host's products of matrices not depend on where in memory they lie. MKL reads that when it is first used,
+    which a rank can be ahead of that was forked from a process that has imported torch; so no rank has to start cold."""
+    import torch
+
+    os.environ["MKL_CBWR"] = "COMPATIBLE"
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    asked = getattr(library, "mkl_serv_cbwr_get", None)  # some builds have another library than MKL
+    assert asked is None or asked(-1) == 3, "MKL has been used before it was told"
+
+
 def _module(library: ctypes.CDLL) -> types.ModuleType:
     """What torch expects of `torch.sim`, and what `torch.cuda` has that this package uses."""
     import torch

@@ -14,6 +14,7 @@ from tests.devices import simulated
 from tests.mpi import splits
 from tests.mpi.cases import run_calls
 
+simulated.be_the_same_everywhere()
 if "threads" not in sys.argv[2]:
     start()
 simulated.load()
