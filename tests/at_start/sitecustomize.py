@@ -10,7 +10,10 @@ import os
 import sys
 
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-_COMMANDS = ("train", "simulate", "data", "doctor", "env")  # the others do not import torch
+# The others do not import torch, or start runs that are to outlive them.
+_COMMANDS = ("train", "simulate", "data", "doctor", "env", "plan", "predict", "export", "ensemble")
+_OF_SLURM = ("render", "submit")
+_BECOMES_ANOTHER = "mpitrain.launch.torchrun_names"  # a script, which reads this file in its turn
 
 
 def may_be_warm(argv: list[str]) -> bool:
@@ -20,11 +23,15 @@ def may_be_warm(argv: list[str]) -> bool:
         return False
     if words[0] == "-m" and len(words) > 1:
         program, words = words[1], words[2:]
+        if program == _BECOMES_ANOTHER:
+            return False
     elif words[0] == "-c" or not words[0].startswith("-"):
         program, words = os.path.basename(words[0]), words[1:]
     else:
         return False
     if program == "mpitrain":
+        if words[:1] == ["slurm"]:
+            return words[1:] != [] and words[1] in _OF_SLURM
         return words[:1] != [] and words[0] in _COMMANDS
     return any(name in os.environ for name in _RANKS)
 

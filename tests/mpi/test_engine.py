@@ -30,6 +30,7 @@ def test_over_tcp(tcp, case):
     assert_passed(tcp, case)
 
 
+@pytest.mark.extended  # `make test-mpich` runs all of them, too
 @pytest.mark.parametrize("case", case_names("engine_cases"))
 def test_under_mpich(mpich, case):
     assert_passed(mpich, case)

@@ -48,15 +48,12 @@ def test_each_template_trains(site: Site) -> None:
             SRUN_GRACE_S="20",
             **staged,
         ),
-        "mpich": site.sbatch(*one, "slurm/multi-node.sbatch", SMALL, "--strategy", ASYNC, mpi="mpich"),
         "benchmark": site.sbatch(
             *one, "--nodes=2", "slurm/benchmark.sbatch", SMALL, STEPS="5", RUN_DIR="bench"
         ),
     }
     outputs = {name: site.wait(job) for name, job in jobs.items() if name != "array-sweep"}
     assert fom(outputs["single-node"])["status"] == "ok" and fom(outputs["single-node"])["nodes"] == "1"
-    told = fom(outputs["mpich"])
-    assert (told["status"], told["nodes"], told["workers"], told["servers"]) == ("ok", "2", "2", "1")
     told = fom(outputs["hetjob"])
     assert (told["status"], told["nodes"], told["workers"], told["servers"]) == ("ok", "3", "2", "1")
     ranks = json.loads((site.folder / "het" / "result.json").read_text())["ranks"]
@@ -79,6 +76,13 @@ def test_each_template_trains(site: Site) -> None:
     for index, strategy in enumerate(("allreduce()", "softsync(updates=1)")):
         result = json.loads((site.folder / "sweep" / str(index) / "result.json").read_text())
         assert (result["status"], result["strategy"]) == ("ok", strategy)
+
+
+@pytest.mark.extended  # `make test-mpich` starts every template's ranks so
+def test_several_nodes_train_under_mpich(site: Site) -> None:
+    words = ("--gpus-per-node=1", "slurm/multi-node.sbatch", SMALL, "--strategy", ASYNC)
+    told = fom(site.wait(site.sbatch(*words, mpi="mpich")))
+    assert (told["status"], told["nodes"], told["workers"], told["servers"]) == ("ok", "2", "2", "1")
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
