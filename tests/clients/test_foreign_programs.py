@@ -33,6 +33,7 @@ def curves(request, over_gloo):
     return [run_program("torch_clients", "mpi4py", request.param), over_gloo]
 
 
+@pytest.mark.extended  # with its own scripts over both: tests/mpi/test_examples.py
 @pytest.mark.parametrize("program", OF_TORCH)
 def test_torchs_own(curves, program):
     if program == "metrics":

@@ -70,8 +70,8 @@ def load(late_ms: int = LATE_MS) -> ctypes.CDLL:
 
 
 def be_the_same_everywhere() -> None:
-    """Have the host's products of matrices not depend on where in memory they lie. MKL reads that when it is first used,
-    which a rank can be ahead of that was forked from a process that has imported torch; so no rank has to start cold."""
+    """Have the host's products of matrices not depend on where in memory they lie. MKL reads that when it is first
+    used, and a rank that was forked from a process that has imported torch has not used it."""
     import torch
 
     os.environ["MKL_CBWR"] = "COMPATIBLE"

@@ -13,6 +13,7 @@ from mpitrain.inject import Kill, Stop
 from mpitrain.strategies import Async, Bounded, Drop, Inverse, Sync, Warmup
 from mpitrain.virtual import Constant, Exponential, Ideal, LogNormal
 from tests import toy
+from tests.sampling import sampled
 from tests.virtual.test_course import check_all_is_accounted_for, samples_of
 from tests.virtual.worlds import Shuffled, all_leases, play
 
@@ -66,8 +67,8 @@ def oldest_under_async(num_workers, schedule):
     return _oldest_under_async(num_workers, SCHEDULES.index(schedule))
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("bound", [0, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_workers", sampled([1, 2, 3, 4, 5], [1, 3, 4]))
+@pytest.mark.parametrize("bound", sampled([0, 1, 2, 3, 4, 5], [0, 1, 3]))
 def test_no_read_is_ever_older_than_the_bound_and_nobody_waits_without_need(bound, num_workers):
     leases = all_leases(90, 2, 2)
     for servers in (1, 2, 3):
