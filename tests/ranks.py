@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Open MPI looks for a fabric and sleeps for a second where there is none, in every MPI_Init. And there are more ranks
 # than cores: one that waits is to leave them to those that compute, also to those of the files of tests beside it.
 OPEN_MPI = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep"}
+_OF_5 = {"--with-ft", "--prtemca"}  # options that the mpirun of Open MPI 4 does not know
 _TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")  # Open MPI's, also in the middle of a line
 _FOREIGN = (
     "OMPI_",
@@ -144,14 +145,14 @@ def _launch(
     """How one launch ended, and why it had to be killed."""
     python, mpirun = find_mpi(mpi)
     kind = kind_of(mpirun)
-    if mpirun_args and kind != "openmpi":
+    if mpirun_args and (kind != "openmpi" or is_old(mpirun) and not _OF_5.isdisjoint(mpirun_args)):
         pytest.skip(f"starts ranks with options of Open MPI's mpirun: {' '.join(mpirun_args)}")
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         argv = _argv(script_or_argv, python, Path(scratch))
         (ranks := Path(scratch) / "ranks").mkdir()
         if warm and may_be_warm(python, argv, env):
             argv = pool_of(python, _environment({})).client(str(ranks), argv[1:])
-        command = [str(mpirun), *_launcher_args(kind, scratch), *mpirun_args, "-n", str(n), *argv]
+        command = [str(mpirun), *_launcher_args(mpirun, scratch), *mpirun_args, "-n", str(n), *argv]
         started_s = time.monotonic()
         full = _environment({**OPEN_MPI, **env})
         code, out, err, hung = _run(command, full, timeout_s, cwd, ranks)
@@ -221,6 +222,14 @@ def kind_of(mpirun: Path) -> str:
     return launcher_flavour(str(mpirun)) or "of a kind that this package does not know"
 
 
+@functools.cache
+def is_old(mpirun: Path) -> bool:
+    """Whether it is the launcher of Open MPI 4 or older, which has options of its own."""
+    from mpitrain.launch.discover import is_before_5
+
+    return is_before_5(str(mpirun))
+
+
 def needs_open_mpi(why: str) -> None:
     """Skip the test where this Python has another MPI, or none. `why`: what of Open MPI it is about."""
     kind = kind_of(find_mpi()[1])
@@ -233,9 +242,10 @@ def is_intel(mpi: str = OWN) -> bool:
     return (find_mpi(mpi)[1].parent / "impi_info").exists()
 
 
-def _launcher_args(kind: str, scratch: str) -> list[str]:
-    if kind == "openmpi":
-        return ["--oversubscribe", "--output", "tag"]
+def _launcher_args(mpirun: Path, scratch: str) -> list[str]:
+    if kind_of(mpirun) == "openmpi":
+        tagged = ["--tag-output", "--bind-to", "none"] if is_old(mpirun) else ["--output", "tag"]
+        return ["--oversubscribe", *tagged]
     # MPICH's own tags (-l) are told from the text of a rank by nothing
     return ["-outfile-pattern", f"{scratch}/out.%r", "-errfile-pattern", f"{scratch}/err.%r"]
 

@@ -52,6 +52,7 @@ _OF_A_SYSTEM = ("srun", "flux", "pals")  # launchers that start ranks on the nod
 # Which transports Open MPI takes. That of libfabric looks for a fabric, and sleeps for a second where it finds none;
 # ranks on one host use shared memory, and TCP would open a port on every network for nothing.
 _BTL = "OMPI_MCA_btl"
+_BINDING = "OMPI_MCA_hwloc_base_binding_policy"
 # Open MPI's launcher looks after 300 s, and then for 180 s more, whether a silent host is still there.
 _KEEPALIVE = {
     "oob_tcp_keepalive_time": "20",
@@ -115,8 +116,8 @@ def launch_command(ask: Asked) -> tuple[list[str], dict[str, str]]:
     """The command line and what to add to the environment.
 
     Raises:
-        UsageError: `ulfm` asked of a launcher other than Open MPI's mpirun, `heartbeat` of other than srun and MPICH;
-            this Slurm has no plugin that the MPI speaks.
+        UsageError: `ulfm` asked of a launcher other than the mpirun of Open MPI 5, `heartbeat` of other than srun and
+            MPICH; this Slurm has no plugin that the MPI speaks.
     """
     launcher, interface, host_args, environ = ask.launcher, ask.interface, ask.host_args, ask.environ
     num_ranks, fault_tolerance, program = str(ask.num_ranks), ask.fault_tolerance, ask.program
@@ -126,7 +127,13 @@ def launch_command(ask: Asked) -> tuple[list[str], dict[str, str]]:
     if launcher.flavour == "openmpi":
         options = _openmpi_options(ask, env)
         if interface and not ask.local:
-            options += ["--prtemca", "prte_if_include", interface]
+            options += (
+                ["--mca", "oob_tcp_if_include", interface]
+                if launcher.before_5
+                else ["--prtemca", "prte_if_include", interface]
+            )
+        if ask.local and launcher.before_5 and _BINDING not in environ:
+            env[_BINDING] = "none"  # what --oversubscribe does in 5
         if ask.local and _BTL not in environ:
             named = interface or any(word.startswith(("btl", "pml", "mtl")) for word in host_args)
             env[_BTL] = "^ofi,tcp" if _BTL in closed(environ) and not named else "^ofi"
@@ -165,6 +172,11 @@ def own_script(words: Sequence[str]) -> list[str]:
 
 def _check_level(launcher: Launcher, fault_tolerance: str) -> None:
     srun, mpich = launcher.flavour == "srun", launcher.library == "mpich"
+    if fault_tolerance == "ulfm" and launcher.before_5:
+        raise UsageError(
+            f"--ft ulfm needs Open MPI 5, and {launcher.path} is of an older one, where MPI informs no rank of a "
+            "rank's death: leave --ft out, which is `restart`, or load a module of Open MPI 5"
+        )
     if fault_tolerance == "ulfm" and launcher.flavour != "openmpi":
         way_out = (
             "that is --ft heartbeat here, or leave it out, which is `restart`"
@@ -180,7 +192,7 @@ def _check_level(launcher: Launcher, fault_tolerance: str) -> None:
     if fault_tolerance == "heartbeat" and not srun:
         way_out = (
             "--ft ulfm"
-            if launcher.flavour == "openmpi"
+            if launcher.flavour == "openmpi" and not launcher.before_5
             else "leave --ft out, or run inside a Slurm allocation"
         )
         raise UsageError(
@@ -197,7 +209,7 @@ def _check_level(launcher: Launcher, fault_tolerance: str) -> None:
 def _openmpi_options(ask: Asked, env: Mapping[str, str]) -> list[str]:
     options = []
     if ask.local:
-        # Leave to start more ranks than Open MPI counts slots (it counts cores, not hardware threads). It
+        # Leave to start more ranks than Open MPI counts slots (it counts cores, not hardware threads). From 5 on it
         # also leaves ranks unbound: by default one or two ranks are bound to a single core each, which
         # torch's threads and the communication thread would have to share.
         options += ["--oversubscribe"]
@@ -208,7 +220,8 @@ def _openmpi_options(ask: Asked, env: Mapping[str, str]) -> list[str]:
     if not ask.local:
         # Open MPI hands its own variables to other hosts and no others.
         known = ("OMP_NUM_THREADS", "HDF5_USE_FILE_LOCKING")
-        options += [word for name, value in _KEEPALIVE.items() for word in ("--prtemca", name, value)]
+        mca = "--mca" if ask.launcher.before_5 else "--prtemca"
+        options += [word for name, value in _KEEPALIVE.items() for word in (mca, name, value)]
         names = {*env, *(name for name in ask.environ if name in known or name.startswith("MPITRAIN_"))}
         options += [word for name in sorted(names) for word in ("-x", name)]
     return options

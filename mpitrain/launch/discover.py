@@ -8,6 +8,7 @@ error. Nothing here imports MPI.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,7 @@ class Launcher:
         kind: under srun, whose MPI it is more exactly, one of `srun_plugins.SUITS`; `None`: unknown.
         plugins: of srun, by which ranks find each other; empty: it does not tell.
         pmi_libraries: Slurm's libraries that Intel MPI may be told of.
+        before_5: of Open MPI 4 or older: a launcher of its own, where that of 5 is PRRTE.
     """
 
     flavour: str
@@ -46,6 +48,7 @@ class Launcher:
     kind: str | None = None
     plugins: tuple[str, ...] = ()
     pmi_libraries: tuple[str, ...] = ()
+    before_5: bool = False
 
 
 def own_python() -> list[str]:
@@ -77,7 +80,8 @@ def find_launcher(wanted: str = "auto", environ: Mapping[str, str] = os.environ)
         if flavour is None or (wanted != "auto" and flavour != wanted):
             continue
         if library in (None, flavour):
-            return Launcher(flavour, path, library, wheel_prefix)
+            old = flavour == "openmpi" and is_before_5(path)
+            return Launcher(flavour, path, library, wheel_prefix, before_5=old)
         strangers.append(f"{path} ({flavour})")
     raise UsageError(_no_launcher(wanted, library, strangers))
 
@@ -132,15 +136,25 @@ def _candidates(environ: Mapping[str, str]) -> Iterator[str]:
 
 def launcher_flavour(path: str) -> str | None:
     """`"openmpi"`, `"mpich"` (or its kin) by what the program says of itself; `None` if unknown."""
+    version = _version_text(path)
+    if "Open MPI" in version or "OpenRTE" in version:
+        return "openmpi"
+    return "mpich" if any(name in version for name in ("HYDRA", "MPICH", "Intel(R) MPI")) else None
+
+
+def is_before_5(path: str) -> bool:
+    """Whether this launcher of Open MPI is of version 4 or older."""
+    found = re.search(r"\((?:Open MPI|OpenRTE)\) (\d+)\.", _version_text(path))
+    return found is not None and int(found[1]) < 5
+
+
+def _version_text(path: str) -> str:
     env = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     try:
         run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, env=env)
     except (OSError, subprocess.SubprocessError):
-        return None
-    version = run.stdout + run.stderr
-    if "Open MPI" in version or "OpenRTE" in version:
-        return "openmpi"
-    return "mpich" if any(name in version for name in ("HYDRA", "MPICH", "Intel(R) MPI")) else None
+        return ""
+    return run.stdout + run.stderr
 
 
 def installed_library(environ: Mapping[str, str] = os.environ) -> tuple[str | None, str | None]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,23 @@ def test_openmpi_fault_tolerant() -> None:
     arguments, env = golden(OPENMPI, 2, 4, fault_tolerance="ulfm")
     assert arguments == "-n 2 --oversubscribe --with-ft ulfm"
     assert env == {"OMP_NUM_THREADS": "2", "MPITRAIN_FT": "ulfm", **LOCAL}
+
+
+def test_open_mpi_before_5_is_spoken_to_in_its_own_words() -> None:
+    """Its mpirun knows neither PRRTE's options nor ULFM, and binds one or two ranks to a core each."""
+    old = replace(OPENMPI, before_5=True)
+    unbound = {"OMPI_MCA_hwloc_base_binding_policy": "none"}
+    assert golden(old, 2, 2) == ("-n 2 --oversubscribe", {"OMP_NUM_THREADS": "1", **LOCAL, **unbound})
+    assert golden(old, 2, 2, environ=dict.fromkeys(unbound, "core"))[1] == {"OMP_NUM_THREADS": "1", **LOCAL}
+    arguments, env = golden(old, 2, 2, host_args=["--host", "a,b"], interface="ib0")
+    assert "prte" not in arguments and "--mca oob_tcp_if_include ib0" in arguments
+    assert KEEPALIVE.replace("--prtemca", "--mca") in arguments and not unbound.keys() & env
+    with pytest.raises(
+        UsageError, match=r"needs Open MPI 5, and /v/bin/mpirun is of an older one.*`restart`"
+    ):
+        golden(old, 2, 2, fault_tolerance="ulfm")
+    with pytest.raises(UsageError, match="leave --ft out, or run inside"):
+        golden(old, 2, 2, fault_tolerance="heartbeat")
 
 
 SRUN_MPICH = Launcher("srun", "/usr/bin/srun", "mpich")
@@ -253,6 +271,21 @@ def test_the_launcher_beside_this_python_comes_first(tmp_path: Path, install: In
 def test_the_path_comes_second(tmp_path: Path, install: Install) -> None:
     other = install("path/mpiexec", "Intel(R) MPI Library for Linux* OS, Version 2021.19")
     assert find_launcher("auto", on_path(tmp_path)) == Launcher("mpich", other)
+
+
+@pytest.mark.parametrize(
+    ("says", "old"),
+    [
+        ("mpirun (Open MPI) 5.0.11", False),
+        ("mpirun (Open MPI) 4.1.6", True),
+        ("mpirun.openmpi (OpenRTE) 4.1.4", True),
+        ("mpirun (Open MPI) 10.0.0", False),
+        ("mpirun (Open MPI) of a site", False),
+    ],
+)
+def test_open_mpi_before_5_is_known(tmp_path: Path, install: Install, says: str, old: bool) -> None:
+    path = install("path/mpirun.openmpi", says)
+    assert find_launcher("auto", on_path(tmp_path)) == Launcher("openmpi", path, before_5=old)
 
 
 def test_a_named_kind_is_searched_for(tmp_path: Path, install: Install) -> None:
