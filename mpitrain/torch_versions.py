@@ -115,6 +115,8 @@ def without_outputs(schedule: Any) -> dict[str, bool]:
 def make_schedule(kind: Callable[..., Any], stage: Any, num_microbatches: int, **options: Any) -> Any:
     """A schedule of a pipeline. Fewer microbatches than there are stages GPipe's takes in 2.13, and refuses in 2.8:
     there it has to be told another number, which it only notes."""
+    if len({one.tensor.dtype for one in stage._get_init_p2p_neighbors_ops()}) > 1:
+        stage._get_init_p2p_neighbors_ops = list  # see WARM_UP_FAULT; MPI is connected without
     try:
         return kind(stage, num_microbatches, **options)
     except ValueError:
@@ -123,6 +125,19 @@ def make_schedule(kind: Callable[..., Any], stage: Any, num_microbatches: int, *
     made = kind(stage, stage.num_stages, **options)
     made._n_microbatches = num_microbatches
     return made
+
+
+# The first step of a schedule begins with a number of each stage to its neighbours, for NCCL's sake. In 2.9 (2.8 and
+# 2.13 do not) it is sent in 8 bytes to where 4 are expected.
+WARM_UP_FAULT = (
+    "; if this is the first step of torch's pipeline schedule: torch 2.9's has this fault, and fails over gloo, too;"
+    " take another torch, or mpitrain's pipeline(), which goes round it"
+)
+
+
+def warm_up_fault() -> str:
+    """What to say besides where one number is sent and another type is received."""
+    return WARM_UP_FAULT if version() == (2, 9) else ""
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,6 +1,7 @@
 """What the package says of a torch that it was not tried with, and what of torch is asked for by another name."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,3 +61,17 @@ def test_what_has_no_public_name_is_there():
     with pytest.raises(AttributeError, match="has no Muon"):
         _ = torch_versions.Muon
     assert torch_versions.dtypes(["float32", "no_such", "nn"]) == {"float32": torch.float32}
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float32, torch.int64)])
+def test_a_pipeline_begins_without_the_numbers_that_its_neighbours_do_not_expect(dtypes, monkeypatch):
+    """torch 2.9's stages send 8 bytes to where 4 are expected."""
+    greetings = [SimpleNamespace(tensor=torch.zeros(1, dtype=dtype)) for dtype in dtypes]
+    stage = SimpleNamespace(num_stages=2, _get_init_p2p_neighbors_ops=lambda: greetings)
+    _, sent = torch_versions.make_schedule(
+        lambda stage, count: (stage, stage._get_init_p2p_neighbors_ops()), stage, 2
+    )
+    assert sent == (greetings if len(set(dtypes)) == 1 else [])
+    for version, told in (("2.9.1", "pipeline()"), ("2.13.0", "")):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert told in torch_versions.warm_up_fault() and bool(told) == bool(torch_versions.warm_up_fault())

@@ -30,6 +30,7 @@ from mpitrain.mpi.process_group.base import (
 )
 from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.system import trace
+from mpitrain.torch_versions import warm_up_fault
 
 _HEAD = struct.Struct("<QQQQ")  # digest(dtype), elements, bytes, number of the body
 _INLINE_BYTES = 65536  # a second message costs more than a longer first one
@@ -151,6 +152,7 @@ class PointToPoint(GroupBase):
             raise MismatchError(
                 f"rank {op.source} sent {num_elements} elements of"
                 f" {_name(dtype_digest)} with tag {op.tag}, rank {self.rank()} receives into {shape_of([tensor])}"
+                f"{warm_up_fault() if num_elements == tensor.numel() == 1 else ''}"
             )
         return op.source
 
