@@ -303,6 +303,16 @@ def global_step_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
     return module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks
 
 
+# ---- torchao, which asks for names of torch and says in its metadata nothing of it
+
+_TORCHAO = {(2, 11): "0.17.0"}  # before which torch, the newest that goes with it (2.8.0 and 2.9.1 tried)
+
+
+def torchao_for(text: str | None = None) -> str:
+    """The newest torchao that goes with a torch, by default this one; empty where the newest does."""
+    return next((found for before, found in sorted(_TORCHAO.items()) if version(text) < before), "")
+
+
 # ---- the compiler
 
 

@@ -31,7 +31,7 @@ from mpitrain.model.gradient.user_code import Checked
 from mpitrain.reporting.report import writing
 from mpitrain.system.files.atomic import check_new, durably_replaced
 from mpitrain.system.interrupts import interruptible
-from mpitrain.torch_versions import full_version, pytree
+from mpitrain.torch_versions import full_version, pytree, torchao_for
 from mpitrain.training.ensembles.saved import model_bytes
 from mpitrain.training.trained.export_formats import FORMATS, check_installed, write_format
 from mpitrain.training.trained_model import FILES, load_with_job
@@ -238,7 +238,9 @@ def _import_torchao() -> Any:
         if importlib.util.find_spec("torchao") is None:
             why = "which is not installed: pip install mpitrain[int8]"
         else:
-            why = f"which does not go with torch {full_version()} ({error}): install a newer torch, or use --fp16"
+            known = torchao_for()
+            way_out = f"pip install torchao=={known}" if known else "install another torchao"
+            why = f"which does not go with torch {full_version()} ({error}): {way_out}, or use --fp16"
         raise UsageError(f"int8 is made by torchao, {why}") from None
     finally:
         logging.disable(disabled)
