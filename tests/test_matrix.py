@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from mpitrain import torch_versions
 from tests import matrix
 from tests.matrix import Setting
@@ -48,10 +50,7 @@ def test_what_cannot_be_had_is_named_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(matrix, "BUILD", tmp_path)
     row, failed = matrix.run(Setting("python", "2.99"), keeps=False, sections=["compile"])
     assert (row, failed) == ("not installed: no Python 2.99 on this machine", [])
-    row, _ = matrix.run(
-        Setting("mpi", "debian-mpich"), keeps=False, sections=[]
-    )  # which nothing here installs
-    assert row == matrix.NOT_RUN and list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_piece_that_is_done_is_not_done_again(tmp_path, monkeypatch):
@@ -66,3 +65,42 @@ def test_a_piece_that_is_done_is_not_done_again(tmp_path, monkeypatch):
     except matrix.CannotInstall as error:
         assert str(error) == "no such thing"
     assert count.read_text() == "\n" and not (environment.setting.folder / ".broken-is-there").exists()
+
+
+APT = """#!/bin/sh
+case $1 in
+install) test $4 = alone || printf 'Inst libfabric1 (1.17)\\nInst %s (4.0)\\nConf %s (4.0)\\n' $4 $4 ;;
+download) shift; for name; do touch $name.deb; done ;;
+esac
+"""
+DPKG = """#!/bin/sh
+name=$(basename $2 .deb)
+mkdir -p $3/usr/lib/deep $3/usr/bin
+touch $3/usr/lib/deep/$name.so.12 $3/usr/bin/$name
+"""
+
+
+def test_an_mpi_of_debian_lies_in_the_folder_of_its_row(tmp_path, monkeypatch):
+    """With what it needs, its libraries in one folder, and nothing told to other processes."""
+    monkeypatch.setattr(matrix, "BUILD", tmp_path)
+    (programs := tmp_path / "programs").mkdir()
+    for name, text in (("apt-get", APT), ("dpkg", DPKG), ("ldconfig", "#!/bin/sh\n")):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    environment = matrix.Environment(Setting("mpi", "debian-mpich"))
+    assert "OPAL_PREFIX" not in environment.variables()
+    environment.setting.folder.mkdir()
+    monkeypatch.setitem(matrix.DEBIAN, "debian-mpich", "libmpich")
+    monkeypatch.setattr(environment, "_pip", lambda *words: None)
+    monkeypatch.setattr("sys.executable", "true")
+    environment.make()
+    assert sorted(path.name for path in (environment.debian / "lib").iterdir()) == [
+        "libfabric1.so.12", "libmpi.so.12", "libmpich.so.12"
+    ]  # fmt: skip
+    assert (environment.debian / "lib" / "libmpi.so.12").resolve().name == "libmpich.so.12"
+    given = environment.variables()
+    assert given["PATH"].startswith(f"{environment.debian}/root/usr/bin:")
+    assert given["LD_LIBRARY_PATH"] == f"{environment.debian}/lib" and "OPAL_PREFIX" in given
+    with pytest.raises(matrix.CannotInstall, match="alone is installed on this machine"):
+        matrix.Environment(Setting("mpi", "other")).unpack("alone")
