@@ -17,9 +17,10 @@
 #                                                                    (options: make test-torch ARGS="--columns gloo:2 mpi4py:2")
 #   make clients     programs of Lightning, Accelerate, the HF Trainer and Heat, over gloo and over mpi4py, and the first
 #                    three under strategies of this package
-#   make gpu         on a machine with a GPU: what needs one, device tensors over MPI as it is and by way of the host, and
-#                    what exchanges and steps cost there; writes tests/gpu.txt and benchmarks/results/gpu.jsonl
-#                                                                    (options: make gpu GPU_PYTHON=python3: the site's own)
+#   make gpu         on a machine with a GPU, within ten minutes: what needs one, device tensors over MPI as it is and by way
+#                    of the host, torch's own back end beside MPI; writes tests/gpu.txt, the file to send
+#                                        (options: make gpu GPU_PYTHON=python3: the site's own; ARGS="--simulated": rehearse it)
+#   make gpu-rows    what exchanges and steps cost on a GPU, some minutes; writes benchmarks/results/gpu.jsonl
 #   make coverage    the same tests, measuring which branches they enter, in rank processes, too
 #                                                                    (options: make coverage ARGS="tests/mpi")
 #   make chaos              kill workers and writers at random and count what is lost, an hour or more
@@ -58,7 +59,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test test-oldest test-matrix test-mpich test-intel test-torch clients gpu tables pairs extended coverage chaos hostile mutants price docs pages site slurm lint lint-style lint-types lint-duplicates format clean
+.PHONY: help train test test-oldest test-matrix test-mpich test-intel test-torch clients gpu gpu-rows tables pairs extended coverage chaos hostile mutants price docs pages site slurm lint lint-style lint-types lint-duplicates format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -115,20 +116,14 @@ clients: $(CLIENTS)/.installed $(CLIENTS)/script/.installed $(CLIENTS)/more/.ins
 	    | tee $(VENV)/clients.log; code=$$?; \
 	{ head -1 $(VENV)/clients.log; tail -1 $(VENV)/clients.log; sort $(CLIENTS)/table.txt; } > tests/clients.txt; exit $$code
 
-# What needs a GPU, and files of tests whose ranks may compute on one. What it printed last goes to tests/gpu.txt, which is
-# committed, and figures to benchmarks/results; of MPI that adds device memory itself only where it says that it can.
+# All that wants a GPU, within ten minutes of which what is set up here is a part; it goes to tests/gpu.txt, which is
+# committed. What a step and an exchange cost there, in rows that stand for a commit, is a command of its own.
 GPU_PYTHON ?= $(VENV)/bin/python
-GPU_TESTS = tests/mpi/test_gpu.py tests/data/test_data_batches.py tests/data/test_datasets.py \
-    $(foreach name,bad_runs best_models digits faults initial_weights injected_faults model_methods precision predict ranks \
-    recovery saved_loops signals splitting stragglers torch_parallel traces,tests/mpi/test_$(name).py) \
-    $(foreach name,last_checkpoint own_state,tests/threads/test_$(name).py) \
-    $(foreach name,ensemble export load,tests/training/test_$(name).py)
-gpu: $(if $(filter $(VENV)/bin/python,$(GPU_PYTHON)),$(VENV)/.installed-test)
-	set -o pipefail; { $(GPU_PYTHON) -c 'import torch; from mpi4py import MPI; print(torch.cuda.get_device_name(), "torch", \
-	    torch.__version__, MPI.Get_library_version().split(",")[0])'; MPITRAIN_TEST_DEVICE=cuda \
-	    $(GPU_PYTHON) -m pytest -n 4 --dist loadfile -m "not host and not extended" $(GPU_TESTS) $(ARGS); } \
-	    | tee tests/gpu.log; code=$$?; sed -n '1p; /short test summary/,$$p' tests/gpu.log > tests/gpu.txt; \
-	tail -1 tests/gpu.log >> tests/gpu.txt; rm tests/gpu.log; exit $$code
+BEGAN := $(shell date +%s)
+gpu gpu-rows: $(if $(filter $(VENV)/bin/python,$(GPU_PYTHON)),$(VENV)/.installed-test)
+gpu:
+	$(GPU_PYTHON) -m tests.gpu --began $(BEGAN) $(ARGS)
+gpu-rows:
 	$(GPU_PYTHON) -m mpitrain launch -n 1 benchmarks/gpu.py --record
 	$(GPU_PYTHON) -m mpitrain launch -n 2 benchmarks/gpu.py --record
 	if $(GPU_PYTHON) -c 'from mpitrain.mpi.memory import device_aware; raise SystemExit(not device_aware.gpu_aware()[0])'; then \

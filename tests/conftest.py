@@ -25,8 +25,8 @@ from tests.ranks import OPEN_MPI, SEGMENTS_FOLDER, warm_environment
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for _name, _value in OPEN_MPI.items():
     os.environ.setdefault(_name, _value)
-# What tests compare with was computed on the host, often to the bit; `make gpu` asks for what can be done on a GPU.
-if os.environ.get("MPITRAIN_TEST_DEVICE") != "cuda":
+# What tests compare with was computed on the host, often to the bit; `make gpu` names the accelerator that may be used.
+if os.environ.get("MPITRAIN_TEST_DEVICE") in (None, "sim"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # A shell that asks Python to write no bytecode would have every process compile the package, and pytest all the tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

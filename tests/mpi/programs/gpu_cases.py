@@ -14,14 +14,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain  # noqa: F401  (this import is all a script needs)
+from mpitrain.devices import accelerator
 from mpitrain.mpi.memory.device_aware import gpu_aware
+from tests.devices import tested
 from tests.mpi.cases import run_cases, starts
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 COUNTS = (1, 7, 5003, 300_001)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
-DEVICE = "cuda:0"
-LATE = 3000  # elements of a side: products of some milliseconds
+KIND = tested.kind()
+DEVICE = torch.device(KIND, 0)
+# Elements of a side: products of some milliseconds. The simulated accelerator is late by itself.
+LATE = 30 if tested.is_simulated() else 3000
 
 
 def values(rank, count, dtype, salt=0):
@@ -39,7 +43,7 @@ def late(tensor):
 
 @starts
 def case_the_group_begins(rt):
-    torch.cuda.set_device(0)
+    accelerator.make_current(DEVICE)
     dist.init_process_group("mpi4py")
     if rt.rank == 0:
         print("device tensors:", gpu_aware()[1])
@@ -77,7 +81,7 @@ def case_device_tensors_become_what_host_tensors_do(rt):
         for count in COUNTS:
             one = values(rt.rank, count, dtype)
             for host, device in zip(moved(rt, one), moved(rt, one.to(DEVICE)), strict=True):
-                assert device.is_cuda and torch.equal(device.cpu(), host), (dtype, count)
+                assert accelerator.is_on_device(device) and torch.equal(device.cpu(), host), (dtype, count)
 
 
 def case_strided_device_tensors_are_written_in_place(rt):
@@ -93,8 +97,8 @@ def case_nothing_travels_before_the_device_has_it(rt):
     one = values(rt.rank, 5003, torch.float32)
     total = one.clone()
     dist.all_reduce(total)
-    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
-        with torch.cuda.stream(stream):
+    for stream in (torch.accelerator.current_stream(DEVICE), torch.Stream(DEVICE)):
+        with stream:
             device = late(one.to(DEVICE))
             dist.all_reduce(device)
             assert torch.equal(device.cpu(), total)
@@ -150,7 +154,7 @@ def case_ddp_is_one_process(rt):
 
 
 def case_fsdp2_is_one_process(rt):
-    mesh = init_device_mesh("cuda", (rt.size,))
+    mesh = init_device_mesh(KIND, (rt.size,))
     module = model()
     for layer in module:
         if isinstance(layer, nn.Linear):

@@ -3,15 +3,16 @@
 import sys
 from pathlib import Path
 
-import torch
-
 import mpitrain as mt
+from mpitrain.devices import accelerator
 from mpitrain.mpi.runtime import start
 from mpitrain.values import parse
+from tests.devices import tested
 from tests.mpi import splits
 from tests.mpi.cases import run_calls
 
 start()
+tested.kind()
 
 
 def square_loss(model, batch):
@@ -30,7 +31,7 @@ def single():
 
 
 def contexts():
-    print("context" if torch.cuda.is_initialized() else "no context", flush=True)
+    print("context" if accelerator.is_begun() else "no context", flush=True)
 
 
 run_calls(globals())
