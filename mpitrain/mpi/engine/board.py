@@ -6,7 +6,7 @@ enough: what a rank has posted stays until all are done with it. What a rank pos
 step; the last to arrive rings those that wait, and nobody else is woken.
 
 A record is three numbers, of which `collective_queue.py` says what they mean; what else a rank posts, at most
-`slot_bytes`, lies at `address(rank)`. This file imports only the standard library.
+`slot_bytes`, lies at `offset(rank)`. This file imports only the standard library.
 """
 
 import ctypes
@@ -43,24 +43,27 @@ class Board:
         numbers = memoryview(memory.map)[_HEAD_BYTES : _slots_at(size)].cast("Q")
         self._steps = numbers[:size]
         self._records = [numbers[size + turn * size * _RECORD :][: size * _RECORD] for turn in (0, 1)]
-        self.step = 0
+        at = rank * _RECORD
+        self._own_records = [records[at : at + _RECORD] for records in self._records]
+        self.step = self.turn = 0  # turn: which of the two places the step at hand uses
+        self.own_addresses = [
+            memory.address + _slots_at(size) + (2 * rank + turn) * slot_bytes for turn in (0, 1)
+        ]
 
-    def post(self, own: "array[int]", deposit: Callable[[], None] | None = None) -> None:
-        """Arrive at the next step with this record; `deposit()` writes what else this rank leaves at its address."""
+    def post(self, own: "array[int]", deposit: Callable[[], None] | None = None) -> bool:
+        """Arrive at the next step with this record; `deposit()` writes what else this rank leaves at its address.
+        Returns whether all have arrived."""
         self.step += 1
+        self.turn ^= 1
         if deposit is not None:
             deposit()
-        at = self._rank * _RECORD
-        self._records[self.turn][at : at + _RECORD] = memoryview(own)
+        self._own_records[self.turn][:] = memoryview(own)
         self._steps[self._rank] = self.step
         self.bell.fence()
-        if self.is_complete():
-            self.bell.ring(self._peers)
-
-    @property
-    def turn(self) -> int:
-        """Which of the two places the step at hand uses."""
-        return self.step & 1
+        if min(self._steps.tolist()) < self.step:
+            return False
+        self.bell.ring(self._peers)
+        return True
 
     def is_complete(self) -> bool:
         """Whether all have arrived at the step at hand."""
@@ -87,10 +90,6 @@ class Board:
         """Where in the memory a rank's deposit of this step begins."""
         return _slots_at(self._size) + (2 * rank + self.turn) * self.slot_bytes
 
-    def address(self, rank: int) -> int:
-        """The same as an address."""
-        return self.memory.address + self.offset(rank)
-
     def copy_in(self, address: int, size_bytes: int) -> None:
         """Deposit so many bytes from there."""
-        ctypes.memmove(self.address(self._rank), address, size_bytes)
+        ctypes.memmove(self.own_addresses[self.turn], address, size_bytes)

@@ -31,7 +31,7 @@ from typing import Any
 
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.backoff import Backoff
-from mpitrain.mpi.engine.board import Board
+from mpitrain.mpi.engine.board_steps import BoardSteps
 from mpitrain.mpi.engine.collective_queue import Announcement, PendingCollective
 from mpitrain.mpi.engine.doorbell import DRIVER
 from mpitrain.mpi.engine.forks import refuse_children_of
@@ -43,7 +43,7 @@ from mpitrain.mpi.operation import Op, message_of
 from mpitrain.system import awake, background
 
 
-class Engine:
+class Engine(BoardSteps):
     """Drives the nonblocking operations of one process over communicator `comm`. `ulfm`: the launch has ULFM, and an
     operation that waits for a dead rank fails (`failed_ranks.py`). `tolerant`: the job may go on without ranks that
     die, so every receive names its rank."""
@@ -159,21 +159,17 @@ class Engine:
         function: Callable[[bool], Any],
         control_comm: "MPI.Comm",
         limit_s: Callable[[], float],
-        deposit: Callable[[], None] | None = None,
-        waits: bool = True,
     ) -> Op | bool:
-        """Begin a collective that its caller waits for, or that has a deposit, announced as `made`, in this thread.
-        True: it is done. False: other operations are outstanding, or there is no communication thread, and nothing has
-        begun. An Op: other ranks have yet to arrive, or do not agree; the memory of `made` is the Op's then. `waits`:
-        give them a moment. `function(may_block)` is as for `submit_collective`, and returns nothing where it may
-        block; `limit_s()` is asked for the Op's timeout. Raises what the function raises."""
+        """Begin a collective that its caller waits for, announced as `made`, in this thread. True: it is done. False:
+        other operations are outstanding, or there is no communication thread, and nothing has begun. An Op: other ranks
+        have yet to arrive, or do not agree; the memory of `made` is the Op's then. `function(may_block)` is as for
+        `submit_collective`, and returns nothing where it may block; `limit_s()` is asked for the Op's timeout. Raises
+        what the function raises."""
         if not self._hold():
             return False
         began_s = time.monotonic()
         try:
-            op = self._progress.run_at_once(
-                made, function, control_comm, limit_s, self._may_spin if waits else bool, deposit
-            )
+            op = self._progress.run_at_once(made, function, control_comm, limit_s, self._may_spin)
         finally:
             self._let_go(began_s)
         return True if op is None else op
@@ -213,11 +209,6 @@ class Engine:
         """Post the nonblocking collective of `comm` that `start()` begins; `buffer` is kept alive until it is done."""
         (op := Op("operation", buffer)).comm = comm
         return self.post(op, start)
-
-    def use_board(self, control_comm: "MPI.Comm", board: Board, shares_cores: bool) -> None:
-        """From here on the ranks of this group arrive at their collectives on a board, and ring this process."""
-        self._rests.use(board.bell, shares_cores)
-        self._progress.use_board(control_comm, board)
 
     def forget(self, comms: Sequence["MPI.Comm"], error: BaseException | None = None) -> None:
         """Drop the queues of communicators that are used no more; what is outstanding there fails with `error`."""

@@ -178,7 +178,6 @@ class Progress:
         control_comm: "MPI.Comm",
         limit_s: Callable[[], float],
         may_spin: Callable[[], bool],
-        deposit: Callable[[], None] | None = None,
     ) -> Op | None:
         """`run_collective` for one that makes no task where it may block: None when it is done, which needs no Op. The
         memory of `made` is the Op's where one comes back."""
@@ -186,7 +185,7 @@ class Progress:
         if queue.broken is not None:
             raise queue.broken
         if queue.board is not None:
-            return self._run_on_board(made, function, queue, limit_s, may_spin, deposit)
+            return self._arrive_on_board(made, function, queue, limit_s, may_spin)
         request = control_comm.Iallreduce(made.own, made.sums, MPI.SUM)
         while not request.Test():
             if not may_spin():
@@ -209,23 +208,32 @@ class Progress:
             self._limit(op, queue, limit_s())
         return op
 
-    def _run_on_board(
+    def _arrive_on_board(
         self,
         made: Announcement,
         function: Callable[[bool], Any],
         queue: CollectiveQueue,
         limit_s: Callable[[], float],
         may_spin: Callable[[], bool],
-        deposit: Callable[[], None] | None,
     ) -> Op | None:
         board = queue.board
         assert board is not None
-        board.post(made.own, deposit)
-        while not (arrived := board.is_complete()) and may_spin():
+        arrived = board.post(made.own)
+        while not (arrived or (arrived := board.is_complete())) and may_spin():
             pass
         if arrived and board.are_alike(made.own):
             function(True)
             return None
+        return self.wait_for_board(queue, made, function, limit_s)
+
+    def wait_for_board(
+        self,
+        queue: CollectiveQueue,
+        made: Announcement,
+        function: Callable[[bool], Any],
+        limit_s: Callable[[], float],
+    ) -> Op:
+        """The Op of a collective at which this rank has arrived on the board."""
         op = Op("collective")
         op.what = made.what
         collective = PendingCollective.announced(op, function, made)
@@ -246,9 +254,11 @@ class Progress:
             queue = self._queues[control_comm.handle] = CollectiveQueue(control_comm)
         return queue
 
-    def use_board(self, control_comm: "MPI.Comm", board: Board) -> None:
+    def use_board(self, control_comm: "MPI.Comm", board: Board) -> CollectiveQueue:
         """From here on the ranks of this group arrive on a board."""
-        self._queue_of(control_comm).board = board
+        queue = self._queue_of(control_comm)
+        queue.board = board
+        return queue
 
     def forget(self, comms: Sequence["MPI.Comm"], error: BaseException | None = None) -> None:
         """Drop the queues of these communicators, which are used no more, and fail what is outstanding on them."""

@@ -33,6 +33,10 @@ class Rests:
         self.bell = self.thread.bell = self.driver.bell = bell
         self._shares_cores = shares_cores
 
+    def traffic(self) -> None:
+        """Note that an operation was posted."""
+        self._backoff.traffic()
+
     def may_spin(self) -> bool:
         """Whether other ranks are given a moment before a thread sleeps."""
         return not self._shares_cores and self._backoff.spin()

@@ -38,7 +38,6 @@ LEAVE_S = 5.0  # for ranks that leave the group later
 _MOST_ANNOUNCEMENTS = 256  # kept: a program's tensors may have ever new lengths
 _PROBE_TAG, _PROBE_BYTES, _NUM_PROBES = 5, 1 << 18, 4
 _NO_TIME = timedelta(0)
-_DONE = "a collective that is done"
 
 
 class Call(NamedTuple):
@@ -68,7 +67,7 @@ class GroupBase(dist.ProcessGroup):
         self._num_collectives = 0
         self._announcements: dict[str, Announcement] = {}
         self._board: on_board.TensorBoard | None = None
-        self._done_work = MpiWork(self._engine, _DONE, [], timeout)
+        self._done_work = MpiWork(self._engine, "a collective that is done", [], timeout)
         self._done_work.end(None)
         self._comm: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
         self._control_comm: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
@@ -158,8 +157,8 @@ class GroupBase(dist.ProcessGroup):
         """Collective, in the thread that owns MPI: have the members arrive on a board where that can be."""
         board = on_board.make(self._runtime, self._comm, self._ranks)
         if board is not None:
-            self._board = on_board.TensorBoard(board, self._rank, self._size)
-            self._engine.use_board(self._control_comm, board, self._runtime.shares_cores)
+            queue = self._engine.use_board(self._control_comm, board, self._runtime.shares_cores)
+            self._board = on_board.TensorBoard(board, queue, self._rank, self._size)
 
     def leave(self) -> Op | None:
         """Leave the group; returns at once, the first time with an Op that is done when all have left, and the group's
@@ -249,26 +248,15 @@ class GroupBase(dist.ProcessGroup):
         """The Work of a collective of this group, not yet carried out."""
         return MpiWork(self._engine, name, result, timeout, span, self._fail)
 
-    def _done_with(self, result: Any) -> MpiWork:
-        work = MpiWork(self._engine, _DONE, result, self._timeout)
-        work.end(None)
-        return work
-
-    def _failed_with(self, error: Exception, name: str, result: Any) -> MpiWork:
-        work = self._work(name, result, self._timeout)
-        work.end(error)
-        return work
-
     def _may_run_at_once(self) -> bool:
         """Whether nobody looks at single collectives, and this group may begin one."""
         return not (self._has_left or profiled.is_on() or trace.is_on()) and len(self._ranks) > 1
 
     def _at_once(
-        self, call: Call, carry: Callable[[bool], Task | None], result: Any, opts: object, waits: bool = True
+        self, name: str, what: str, carry: Callable[[bool], Task | None], result: Any, opts: object
     ) -> MpiWork:
-        """`_collective` for one that its caller waits for, or that has a deposit, without the objects that cost more
-        than a small collective itself: as a rule it is done when this returns."""
-        name, what = call.name, call.what
+        """`_collective` for one that its caller waits for, without the objects that cost more than a small collective
+        itself: as a rule it is done when this returns."""
         made = self._announcements.pop(what, None)
         if made is None:
             made = Announcement(self._text(name, what), len(self._ranks))
@@ -278,12 +266,8 @@ class GroupBase(dist.ProcessGroup):
                 lambda may_block: in_inference_mode(carry(may_block)),
                 self._control_comm,
                 lambda: self._limit(opts).total_seconds(),
-                call.deposit,
-                waits,
             )
         except Exception as error:
-            if not waits:
-                return self._remember(self._failed_with(error, call.name, result))
             self._fail(error)
             raise
         if op is True:
@@ -291,13 +275,20 @@ class GroupBase(dist.ProcessGroup):
             if len(self._announcements) >= _MOST_ANNOUNCEMENTS:
                 self._announcements.clear()
             self._announcements[what] = made
-            return self._done_work if waits else self._done_with(result)
+            return self._done_work
         if op is False:
-            return self._collective(call, carry, result, opts, writes=False)
+            return self._collective(Call(name, what), carry, result, opts, writes=False)
         self._num_collectives += 1
         work = self._work(name, result, self._limit(opts))
         op.then(work.settle)
         return self._remember(work)
+
+    def _announce(self, name: str, what: str) -> Announcement:
+        """The announcement of a call, kept: one that only a board reads."""
+        if len(self._announcements) >= _MOST_ANNOUNCEMENTS:
+            self._announcements.clear()
+        made = self._announcements[what] = Announcement(self._text(name, what), len(self._ranks))
+        return made
 
     def _text(self, name: str, what: str) -> str:
         return f"{name}({what})" + (f" by {self._setting}" if self._setting != algorithm_choice.AUTO else "")

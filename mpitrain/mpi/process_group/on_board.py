@@ -19,6 +19,7 @@ from mpitrain.mpi import json_collectives
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine import doorbell
 from mpitrain.mpi.engine.board import MAX_RANKS, Board, num_bytes
+from mpitrain.mpi.engine.collective_queue import CollectiveQueue
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
 
@@ -36,8 +37,8 @@ Way = tuple[Callable[[], None], Callable[[bool], None]]  # what is done on arriv
 class TensorBoard:
     """The board of a group, for tensors."""
 
-    def __init__(self, board: Board, rank: int, size: int):
-        self.board, self._rank, self._size = board, rank, size
+    def __init__(self, board: Board, queue: CollectiveQueue, rank: int, size: int):
+        self.board, self.queue, self._rank, self._size = board, queue, rank, size
         self._memory = torch.frombuffer(board.memory.map, dtype=torch.uint8)
         self._views: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
 
@@ -75,7 +76,8 @@ class TensorBoard:
             flat = flat.view(-1)
         if self._size == 2 and reduction.name == "SUM" and wire in _ADDED:  # nearly always
             torch.add(*slots, out=flat)
-            reduction.after(flat, 2)
+            if reduction.kind == "AVG":
+                flat.div_(2)
             return
         total = slots[0].float() if is_sixteen(wire) else flat.copy_(slots[0])
         for slot in slots[1:]:
@@ -88,8 +90,9 @@ class TensorBoard:
         """How a plain tensor is left and added up."""
 
         def deposit() -> None:
-            reduction.before(tensor.data)
-            self.deposit(tensor)
+            if reduction.factor is not None:
+                reduction.before(tensor.data)
+            self.board.copy_in(tensor.data_ptr(), tensor.nbytes)
 
         return deposit, lambda may_block: self.add_up(tensor, tensor.dtype, reduction)
 

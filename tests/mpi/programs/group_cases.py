@@ -88,9 +88,9 @@ def case_what_is_waited_for_begins_in_the_callers_thread(rt):
     engine, queued = rt.engine, itertools.count()
     submit = engine._submit
 
-    def count(*arguments):
+    def count(*arguments, **named):
         next(queued)
-        return submit(*arguments)
+        return submit(*arguments, **named)
 
     engine._submit = count
     try:
@@ -557,7 +557,7 @@ def case_ranks_that_wait_sleep_until_the_last_one_rings(rt):
         assert tensor.eq(turn * rt.size).all()
         dist.barrier()
     assert rt.rank or bell.num_rung - rung >= 20 * (rt.size - 1), (bell.num_rung - rung, rt.size)
-    assert bell.num_missed == missed
+    assert bell.num_missed - missed <= 2  # of 20: a rank may lose its core between its arrival and its ring
 
 
 def case_what_lies_on_the_board_has_the_bits_of_the_library(rt):
@@ -566,6 +566,7 @@ def case_what_lies_on_the_board_has_the_bits_of_the_library(rt):
         plain = dist.new_group()
     assert plain._board is None
     draw = torch.Generator().manual_seed(rt.rank)
+    scales = 2.0 ** torch.randint(-12, 13, (33,), generator=draw)  # so that another order of adding shows
     for dtype in (
         torch.float32,
         torch.float64,
@@ -576,11 +577,12 @@ def case_what_lies_on_the_board_has_the_bits_of_the_library(rt):
         torch.bool,
     ):
         for kind in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
-            own = (torch.randn(33, generator=draw) * 8).to(dtype)
+            own = (torch.randn(33, generator=draw) * scales).to(dtype)
             if dtype.is_floating_point:
                 own[:4] = torch.tensor(
                     [-0.0, 0.0 if rt.rank else -0.0, float("inf"), float("nan") if rt.rank else 1.0]
                 )
+                own[4] = (2.0**30, -(2.0**30), 1.0, 1.0)[rt.rank % 4]
             ours, theirs = own.clone(), own.clone()
             op = getattr(dist.ReduceOp, kind)
             try:
