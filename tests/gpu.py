@@ -161,6 +161,8 @@ def judged(part: Part, text: str, code: int | None, seconds: float, limit_s: flo
     elif code not in (0, None) or failed:
         result = f"FAILED: {told or f'exit code {code}'}"
         failed = failed or [line for line in text.splitlines() if line.strip()][-5:]
+    elif RATES in part.words:
+        result = "FAILED: nothing was measured"
     elif not counts["passed"]:
         result = f"skipped: {told or 'no test ran'}"
     elif counts["skipped"]:

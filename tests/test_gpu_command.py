@@ -59,6 +59,10 @@ def test_what_a_part_said_is_what_the_file_says(
     assert (found.result, found.is_good) == (result, is_good)
 
 
+def test_a_measurement_that_says_nothing_has_failed() -> None:
+    assert gpu.judged(part(gpu.RATES), "", 0, 1.0, None).result == "FAILED: nothing was measured"
+
+
 def test_a_part_ends_at_its_limit_and_what_no_time_is_left_for_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
