@@ -62,6 +62,13 @@ if ALL_CELLS:  # the compiler alone takes seconds of every rank
 IN_BFLOAT16 = {"model": "normed", "sync_batchnorm": True, "precision": "bfloat16"}
 SERVED = {"sync(servers=2)": ("norm", "both"), "backup(spare=0,servers=3)": ("norm",)}
 NORMED_ON = ("allreduce()", "sharded()")
+# all, or of a model that is sharded one
+NORMED_RUNS = [
+    (text, how)
+    for text in NORMED_ON
+    for how in NORMED
+    if ALL_CELLS or text == NORMED_ON[0] or how == "normed"
+]
 # the last one needs four ranks
 WHOLE = ("allreduce()", "sharded()", "pipeline(microbatches=3)", "tensor()", "sharded(replicas=2)")
 
@@ -78,7 +85,7 @@ def cell_name(feature, text):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    runs = {f"{text} {how}": (text, fields) for text in NORMED_ON for how, fields in NORMED.items()}
+    runs = {f"{text} {how}": (text, NORMED[how]) for text, how in NORMED_RUNS}
     runs |= {f"{text} {how}": (text, CLIPPED[how]) for text, limits in SERVED.items() for how in limits}
     runs["cell normed in bfloat16"] = (NORMED_ON[0], IN_BFLOAT16)
     for text in ON_FOUR:
@@ -282,8 +289,7 @@ def serial_in_batches(job, num_ranks, accumulate):
     return module.state_dict()
 
 
-@pytest.mark.parametrize("how", NORMED)
-@pytest.mark.parametrize("text", NORMED_ON)
+@pytest.mark.parametrize(("text", "how"), NORMED_RUNS)
 def test_batch_statistics_of_all_ranks_are_those_of_one_process_with_the_whole_batch(four, text, how):
     """Running statistics included; of the last step of an epoch ranks have two samples or one."""
     job = splits.changed(splits.deep_job(), model=toy.NORMED["normed in float64"])

@@ -98,6 +98,7 @@ def test_async_with_one_worker_is_serial_training_bit_for_bit(launched, servers)
     assert_serial(launched(servers + 1)[0])
 
 
+@pytest.mark.extended  # the test above is it in `make test-mpich`
 def test_async_under_mpich_is_serial_training_bit_for_bit(launched):
     assert_serial(launched(3, mpi="mpich")[0])
 
