@@ -56,7 +56,11 @@ class Board:
         self.step += 1
         self.turn ^= 1
         if deposit is not None:
-            deposit()
+            try:
+                deposit()
+            except BaseException:  # this rank has not arrived
+                self.step, self.turn = self.step - 1, self.turn ^ 1
+                raise
         self._own_records[self.turn][:] = memoryview(own)
         self._steps[self._rank] = self.step
         self.bell.fence()

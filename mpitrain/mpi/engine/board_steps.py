@@ -14,9 +14,10 @@ from collections.abc import Callable
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.board import Board
 from mpitrain.mpi.engine.collective_queue import Announcement, CollectiveQueue
+from mpitrain.mpi.engine.doorbell import DRIVER
 from mpitrain.mpi.engine.ownership import Ownership
 from mpitrain.mpi.engine.requests import Progress
-from mpitrain.mpi.engine.resting import Rests
+from mpitrain.mpi.engine.resting import BELL_S, Rests
 from mpitrain.mpi.operation import Op
 
 
@@ -41,7 +42,7 @@ class BoardSteps:
         self,
         queue: CollectiveQueue,
         made: Announcement,
-        deposit: Callable[[], None],
+        deposit: Callable[[], None] | None,
         finish: Callable[[bool], None],
         limit_s: Callable[[], float],
         waits: bool,
@@ -52,7 +53,7 @@ class BoardSteps:
         `finish` raises."""
         if self._thread is None or self._driving.locked() or not self._mpi.take(0):
             return False
-        done = False
+        at_once = False
         try:
             board = queue.board
             if (
@@ -65,24 +66,34 @@ class BoardSteps:
             ):
                 return False
             arrived = board.post(made.own, deposit)
+            at_once = arrived  # all else is as it was then
             if waits and not arrived:
-                arrived = self._spin(board)
+                arrived = self._wait_for(board)
             if arrived and board.are_alike(made.own):
-                done = True
                 finish(True)
                 return True
+            at_once = False
             return self._progress.wait_for_board(queue, made, finish, limit_s)
         finally:
-            if done:  # and all else is as it was
+            if at_once:
                 self._mpi.release()
             else:
                 self._give()
 
-    def _spin(self, board: Board) -> bool:
+    def _wait_for(self, board: Board) -> bool:
+        """Give others a moment, and then, where nothing else is under way, sleep until they ring, for BELL_S at most;
+        whether all have arrived."""
         began_s = time.monotonic()
         self._rests.traffic()
         while not (arrived := board.is_complete()) and not self._commands and self._rests.may_spin():
             pass
+        if not arrived and self._progress.is_idle and self._driving.acquire(blocking=False):
+            try:
+                self._rests.want(DRIVER)
+                self._rests.driver.wait_for_ring(BELL_S, lambda: bool(self._commands) or board.is_complete())
+            finally:
+                self._driving.release()
+            arrived = board.is_complete()
         self.waited_s += time.monotonic() - began_s
         return arrived
 

@@ -283,6 +283,43 @@ class GroupBase(dist.ProcessGroup):
         op.then(work.settle)
         return self._remember(work)
 
+    def _by_board(
+        self,
+        call: Call,
+        finish: Callable[[bool], None],
+        result: Any,
+        opts: object,
+        writes: bool = True,
+    ) -> MpiWork:
+        """`_collective` for one with a deposit, which this thread leaves on the board, and ends where it comes last,
+        if the call is short."""
+        board, name, what = self._board, call.name, call.what
+        if board is None or not call.short or not self._may_run_at_once():
+            return self._collective(call, finish, result, opts, writes)
+        if writes:
+            check_writable(name, result)
+        made = self._announcements.get(what) or self._announce(name, what)
+        waits = not getattr(opts, "asyncOp", True)
+        op: Op | bool
+        error = None
+        try:
+            op = self._engine.step_on_board(
+                board.queue, made, call.deposit, finish, lambda: self._limit(opts).total_seconds(), waits
+            )
+        except Exception as failure:
+            op, error = True, failure
+        if op is False:
+            return self._collective(call, finish, result, opts, writes)
+        self._num_collectives += 1
+        if op is True and error is None and waits:
+            return self._done_work
+        work = self._work(name, result, self._limit(opts))
+        if isinstance(op, Op):
+            op.then(work.settle)
+        else:
+            work.end(error)
+        return self._remember(work)
+
     def _announce(self, name: str, what: str) -> Announcement:
         """The announcement of a call, kept: one that only a board reads."""
         if len(self._announcements) >= _MOST_ANNOUNCEMENTS:

@@ -37,7 +37,7 @@ class DataMovement(GroupBase):
             return self._collective(call, carry, tensors, opts, writes=not is_root)
         deposit, take = board.broadcasting(tensors[0], events[0], root)
         call = call._replace(deposit=deposit, short=not buffers.on_device(tensors[0]))
-        return self._collective(call, take, tensors, opts, writes=not is_root)
+        return self._by_board(call, take, tensors, opts, writes=not is_root)
 
     # ---- allgather
 

@@ -19,7 +19,6 @@ from mpitrain.mpi.process_group.base import (
     shape_of,
     shape_text,
 )
-from mpitrain.mpi.process_group.on_board import TensorBoard
 from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
 from mpitrain.mpi.process_group.sparse_allreduce import sparse_allreduce
 from mpitrain.mpi.process_group.work import MpiWork
@@ -76,7 +75,11 @@ class Reductions(GroupBase):
         """The everyday case without the machinery, which costs more than a small allreduce itself."""
         reduction, board = Reduction.of(tensor.dtype, opts), self._board
         if board is not None and board.carries(tensor.dtype, tensor.numel(), reduction):
-            return self._sum_on_board(board, tensor, reduction, result, opts)
+            deposit, add_up = board.of_plain(tensor, reduction)
+            what = _what(tensor.dtype, tensor.numel(), reduction.kind)
+            return self._by_board(
+                Call("allreduce", what, deposit=deposit, short=True), add_up, result, opts, False
+            )
 
         def at_once(may_block: bool) -> Task | None:
             if not may_block:
@@ -93,43 +96,6 @@ class Reductions(GroupBase):
             return self._at_once("allreduce", what, at_once, result, opts)
         # nothing in it overlaps
         return self._collective(Call("allreduce", what), at_once, result, opts, writes=False)
-
-    def _sum_on_board(
-        self,
-        board: TensorBoard,
-        tensor: torch.Tensor,
-        reduction: Reduction,
-        result: list[torch.Tensor],
-        opts: object,
-    ) -> MpiWork:
-        """`_allreduce_one` by way of the board, which it leaves again in this thread where it can."""
-        what = _what(tensor.dtype, tensor.numel(), reduction.kind)
-        deposit, add_up = board.of_plain(tensor, reduction)
-        if not self._may_run_at_once():
-            return self._collective(
-                Call("allreduce", what, deposit=deposit, short=True), add_up, result, opts, writes=False
-            )
-        made = self._announcements.get(what) or self._announce("allreduce", what)
-        waits = not getattr(opts, "asyncOp", True)
-        error = None
-        try:
-            op = self._engine.step_on_board(
-                board.queue, made, deposit, add_up, lambda: self._limit(opts).total_seconds(), waits
-            )
-        except Exception as failure:
-            op, error = True, failure
-        if op is False:
-            call = Call("allreduce", what, deposit=deposit, short=True)
-            return self._collective(call, add_up, result, opts, writes=False)
-        self._num_collectives += 1
-        if op is True and error is None and waits:
-            return self._done_work
-        work = self._work("allreduce", result, self._limit(opts))
-        if op is True:
-            work.end(error)
-        else:
-            op.then(work.settle)
-        return self._remember(work)
 
     def _of_one_rank(self, tensors: list[torch.Tensor], opts: object) -> MpiWork:
         """An allreduce among one: nothing travels, and a device tensor does not leave its device."""
@@ -163,9 +129,8 @@ class Reductions(GroupBase):
         if not board.carries(wire or tensor.dtype, tensor.numel(), reduction):
             return self._collective(call, carry, tensors, opts)
         deposit, add_up = board.lending(tensor, events[0], reduction, wire or tensor.dtype)
-        return self._collective(
-            call._replace(deposit=deposit, short=not buffers.on_device(tensor)), add_up, tensors, opts
-        )
+        call = call._replace(deposit=deposit, short=not buffers.on_device(tensor))
+        return self._by_board(call, add_up, tensors, opts)
 
     def _carried(
         self,
