@@ -163,7 +163,7 @@ coverage: $(VENV)/.installed-coverage $(VENV_MPICH)/.installed
 
 chaos: $(VENV)/.installed-train
 	@$(VENV)/bin/mpitrain data pack digits data/digits
-	$(VENV)/bin/python benchmarks/chaos.py $(ARGS)
+	$(VENV)/bin/python benchmarks/chaos/chaos.py $(ARGS)
 
 hostile: $(VENV)/.installed-test
 	$(VENV)/bin/python -m tests.hostile.campaign $(ARGS)

@@ -14,16 +14,18 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import machine, make_parser, median_ratio, table, write_row
+from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.measurement import TRAINING, Measurement
-from models import MODELS
-from step_time import runtime
+from measuring.models import MODELS
 from torch import nn
 
 import mpitrain as mt
 from mpitrain.mpi.process_group.process_group import init_default_group
+from mpitrain.mpi.runtime import start
 from mpitrain.training.local_sgd.averager import Averager
 from mpitrain.training.synchronous.ddp import data_parallel
+
+runtime = start()
 
 MEASUREMENT = Measurement(
     contestants=("an allreduce at every step",),

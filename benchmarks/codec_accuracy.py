@@ -22,7 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import torch
-from common import machine, make_parser, mean_interval, table, write_row
+from measuring.common import machine, make_parser, mean_interval, table, write_row
 from measuring.measurement import CODECS, Measurement
 from torch import nn
 

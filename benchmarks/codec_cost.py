@@ -15,7 +15,7 @@ import statistics
 import time
 
 import torch
-from common import machine, make_parser, table, write_row
+from measuring.common import machine, make_parser, table, write_row
 from measuring.measurement import CODECS, Measurement
 
 from mpitrain.codecs import Part, add_message

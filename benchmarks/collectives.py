@@ -1,7 +1,7 @@
 """How fast is each collective, beside gloo, bare mpi4py and what the links allow?
 
     mpitrain launch -n 2 benchmarks/collectives.py [--sizes 4,64KB,25MB] [--only allreduce,bf16] [--rounds 7]
-    .venv/bin/python benchmarks/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python \
+    .venv/bin/python benchmarks/measuring/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python \
         benchmarks/collectives.py --sizes 25MB
 
 The table is OSU's: time of one call, algorithm bandwidth (bytes of the tensor over time), bus bandwidth (what each
@@ -24,7 +24,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import machine, make_parser, median_ratio, table, write_row
+from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.gloo import never_destroyed
 from measuring.measurement import BASICS, Measurement
 from torch._C._distributed_c10d import Work

@@ -1,8 +1,8 @@
 """What does each codec save on a slow link, what does it cost, and below which link rate does it pay?
 
     mpitrain launch -n 4 benchmarks/compression.py --where "one host"
-    .venv/bin/python benchmarks/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python benchmarks/compression.py \
-        --where "4 hosts, 100 Mbit/s" --interface eth0 --ways gloo threshold
+    .venv/bin/python benchmarks/measuring/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python \
+        benchmarks/compression.py --where "4 hosts, 100 Mbit/s" --interface eth0 --ways gloo threshold
 
 Every rank trains the MLP of 6.3 million parameters (`--model cnn`: 0.4 million) with fresh batches of a seeded task,
 one torch thread a rank, SGD without momentum. Contestants take turns in blocks of a few steps:
@@ -28,18 +28,20 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import machine, make_parser, median_ratio, table, write_row
+from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.gloo import never_destroyed
 from measuring.measurement import TRAINING, Measurement
-from models import MODELS
-from step_time import runtime
+from measuring.models import MODELS
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain as mt
+from mpitrain.mpi.runtime import start
 from mpitrain.training.synchronous.codec_hooks import attach_codec
 from mpitrain.training.synchronous.ddp import data_parallel
+
+runtime = start()
 
 MEASUREMENT = Measurement(
     contestants=("torch's DDP over gloo: plain, its fp16 hook, its PowerSGD hook",),

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from common import machine, make_parser, mean_interval, table, write_row
+from measuring.common import machine, make_parser, mean_interval, table, write_row
 from measuring.measurement import TRAINING, Measurement
 
 import mpitrain as mt

@@ -21,9 +21,9 @@ import statistics
 import time
 
 import torch
-from common import machine, make_parser, median_ratio, table, write_row
+from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.measurement import STEPS, Measurement
-from models import MODELS
+from measuring.models import MODELS
 from torch import nn
 
 from mpitrain.model.gradient.loss_pass import LossPass

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import make_parser, table, write_row
+from measuring.common import make_parser, table, write_row
 from measuring.measurement import LAUNCHED, VIRTUAL, Measurement
 
 MEASUREMENT = Measurement(

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import machine, make_parser, table, write_row
+from measuring.common import machine, make_parser, table, write_row
 from measuring.measurement import LAUNCHED, Measurement
 
 MEASUREMENT = Measurement(

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-from common import machine, make_parser, median_ratio, table, write_row
+from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.measurement import BASICS, Measurement
 
 import mpitrain as mt

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import machine, make_parser, middle_of, table, write_row
+from measuring.common import machine, make_parser, middle_of, table, write_row
 from measuring.measurement import TRAINING, Measurement
 
 import mpitrain as mt

@@ -42,7 +42,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import machine, make_parser, table, write_row
+from measuring.common import machine, make_parser, table, write_row
 from measuring.measurement import VIRTUAL, Measurement
 from torch import nn
 

@@ -36,7 +36,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import torch
-from common import machine, make_parser, median_ratio, table, write_row
+from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.measurement import BASICS, Measurement
 from torch.utils.data import DataLoader, Dataset
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import make_parser, table, write_row
+from measuring.common import make_parser, table, write_row
 from measuring.measurement import LAUNCHED, Measurement
 
 MEASUREMENT = Measurement(

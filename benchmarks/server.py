@@ -26,7 +26,7 @@ import warnings
 
 import torch
 import torch.distributed.rpc as rpc
-from common import machine, make_parser, median_ratio, table, write_row
+from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.measurement import TRAINING, Measurement
 from torch import nn
 

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import machine, make_parser, median_ratio, table, write_row
+from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.measurement import TRAINING, Measurement
 
 import mpitrain as mt

@@ -31,7 +31,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from common import machine, make_parser, table, write_row
+from measuring.common import machine, make_parser, table, write_row
 from measuring.measurement import VIRTUAL, Measurement
 
 import mpitrain as mt

@@ -24,10 +24,10 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import machine, make_parser, median_ratio, table, write_row
+from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.gloo import never_destroyed
 from measuring.measurement import TRAINING, Measurement
-from models import BATCH, MODELS
+from measuring.models import BATCH, MODELS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -36,7 +36,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import machine, make_parser, median_ratio, table, write_row
+from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.gloo import never_destroyed
 from measuring.measurement import TRAINING, Measurement
 from torch.nn.parallel import DistributedDataParallel

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import make_parser, median_ratio, table, write_row
+from measuring.common import make_parser, median_ratio, table, write_row
 from measuring.measurement import VIRTUAL, Measurement
 
 MEASUREMENT = Measurement(

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import report  # noqa: E402
+from pages import report  # noqa: E402
 
 from docs import api, family_pictures, features, floors, markdown, value_tables  # noqa: E402
 from tests import documented  # noqa: E402

@@ -24,7 +24,7 @@ ELSEWHERE = (
     (r"^make (chaos|hostile)$", "takes minutes to hours; small runs are in the tests of their programs"),
     (r"hosts\.py ", "needs root, to emulate several hosts"),
     (
-        r"benchmarks/\w+\.py",
+        r"benchmarks/[\w/]+\.py",
         "takes minutes: `tests/test_benchmarks.py` runs it smaller, or checks its options",
     ),
     (

@@ -48,7 +48,6 @@ BY_HAND = {
     "ensemble",
     "gpu",
     "growth",
-    "hosts",
     "job_tables",
     "literature",
     "memory",
@@ -63,37 +62,35 @@ BY_HAND = {
     "tolerance_cost",
 }  # take minutes, or root
 
-HELPERS = {
-    "common", "chaos_allreduce", "chaos_campaign", "chaos_job", "chaos_kills", "chaos_launch", "chaos_relaunch",
-    "chaos_counting", "report", "counted_job", "counting_job", "indices", "relaunch_job", "signal_job", "tolerance_job",
-    "memory_job", "prediction_job", "published_assumptions", "published_job", "report_rows", "report_virtual",
-    "other_mpi_rank",
-    "growth_rank", "report_growth", "report_gpu",
-    "report_models",
-    "report_jobs",
-    "report_literature",
-    "models",
-    "threads_job",
-    "slow_checkpoint_job",
-}  # fmt: skip
+QUESTIONS = {
+    path.stem: path for path in (ROOT / "benchmarks").rglob("*.py") if "\nMEASUREMENT = " in path.read_text()
+}
 
 
 def rows_of(name: str, results: Path) -> list[dict]:
     return [json.loads(line) for line in (results / f"{name}.jsonl").read_text().splitlines()]
 
 
-def test_every_benchmark_is_here():
-    found = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - HELPERS
-    assert found == set(BENCHMARKS) | BY_HAND
+def test_every_benchmark_is_here_and_its_folder_shows_questions():
+    assert set(QUESTIONS) == set(BENCHMARKS) | BY_HAND
+    assert set((ROOT / "benchmarks").glob("*.py")) <= set(QUESTIONS.values())
+    folders = {path.parent for path in (ROOT / "benchmarks").rglob("*.py")}
+    others = folders - {path.parent for path in QUESTIONS.values()}
+    assert {path.name for path in others} == {"measuring", "pages", "suites"}
+
+
+def test_only_pages_read_results():
+    named = {path.name for path in (ROOT / "benchmarks").rglob("*.py") if '"results"' in path.read_text()}
+    assert named == {"common.py", "rows.py"}  # the first of them appends
 
 
 @pytest.fixture(scope="module")
 def helps():
-    programs = [str(ROOT / "benchmarks" / f"{name}.py") for name in sorted(set(BENCHMARKS) | BY_HAND)]
+    programs = [*map(str, QUESTIONS.values()), str(ROOT / "benchmarks" / "measuring" / "hosts.py")]
     return json.loads(run_plain([sys.executable, str(ROOT / "tests" / "show_helps.py"), *programs]))
 
 
-@pytest.mark.parametrize("name", sorted((set(BENCHMARKS) | BY_HAND) - {"hosts", "published"}))
+@pytest.mark.parametrize("name", sorted(set(QUESTIONS) - {"published"}))
 def test_every_program_says_how_often_it_measures_and_records_on_request(helps, name):
     """`--rounds` of a measurement, `--kills` of a campaign; no row is written without `--record`."""
     assert "--record" in helps[name]
@@ -109,7 +106,7 @@ def common(tmp_path, monkeypatch):
     """What writes rows, in a repository of its own with one commit."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.delenv("MPITRAIN_BENCHMARK_RESULTS", raising=False)
-    common = importlib.reload(importlib.import_module("common"))
+    common = importlib.reload(importlib.import_module("measuring.common"))
     monkeypatch.setattr(common, "ROOT", tmp_path)
     monkeypatch.setattr(common, "TRACKED", tmp_path / "benchmarks" / "results")
     common.TRACKED.mkdir(parents=True)
@@ -180,13 +177,13 @@ def test_a_row_is_refused_whose_run_imported_what_its_program_does_not_declare(c
     assert rows_of("some", common.TRACKED) == [] and '"figure": 1' in told  # the figures are not lost
 
 
-@pytest.mark.parametrize("name", sorted((set(BENCHMARKS) | BY_HAND) - {"hosts"}))
+@pytest.mark.parametrize("name", sorted(QUESTIONS))
 def test_every_program_declares_what_its_figures_rest_on(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     measurement = importlib.import_module("measuring.measurement")
-    found = measurement.declared(ROOT / "benchmarks" / f"{name}.py")
+    found = measurement.declared(QUESTIONS[name])
     assert found.depends and measurement.missing(found.depends) == []
-    assert "?" in measurement.question(ROOT / "benchmarks" / f"{name}.py")
+    assert "?" in measurement.question(measurement.program_of(name))
     assert measurement.missing(["mpitrain/nothing", "mpitrain/*.txt"]) == [
         "mpitrain/nothing",
         "mpitrain/*.txt",
@@ -197,7 +194,7 @@ def test_every_program_declares_what_its_figures_rest_on(name, monkeypatch):
 def test_it_prints_its_table_and_writes_its_row(name, tmp_path):
     num_ranks, arguments = BENCHMARKS[name]
     python, _ = find_mpi()
-    command = [str(python), str(ROOT / "benchmarks" / f"{name}.py"), *arguments]
+    command = [str(python), str(QUESTIONS[name]), *arguments]
     env = {"MPITRAIN_BENCHMARK_RESULTS": str(tmp_path), "CHARNN_HIDDEN": "8", "CHARNN_LAYERS": "2"}
     out = run_ranks(num_ranks, command, env=env).check().stdout
     assert f"written to {tmp_path / name}.jsonl" in out
@@ -270,7 +267,7 @@ def check_virtual_speed(out, rows):
 
 
 def test_a_prediction_is_judged_by_its_errors_and_by_its_choice(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(QUESTIONS["prediction"].parent)
     prediction = importlib.import_module("prediction")
 
     def row(kind, spread="even", **seconds):
@@ -372,7 +369,7 @@ CHECKS = {name: globals()[f"check_{name}"] for name in BENCHMARKS}
 @pytest.mark.parametrize("pause_s", [0.0, 0.125, 0.9])
 def test_a_window_loses_the_pause_in_it_and_an_even_one_nothing(monkeypatch, step_s, slack_steps, pause_s):
     """Exactly where the pause begins with the window and a step; else to within the step that is under way there."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(QUESTIONS["tolerance_cost"].parent)
     lost_s = importlib.import_module("tolerance_cost").lost_s
     even = [step * step_s for step in range(int(100 / step_s))]
     workers = [[at_s + pause_s * (at_s > 50.0) for at_s in even] for _ in range(2)]

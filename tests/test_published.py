@@ -15,13 +15,13 @@ import pytest
 
 from tests.ranks import ROOT
 
-PROGRAM = ROOT / "benchmarks" / "published.py"
+PROGRAM = ROOT / "benchmarks" / "published" / "published.py"
 
 
 @pytest.fixture(scope="module")
 def published():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        patch.syspath_prepend(str(PROGRAM.parent))
         yield importlib.import_module("published")
 
 
@@ -159,7 +159,7 @@ def test_the_most_sensitive_assumption_moves_the_result_by_the_largest_factor(pu
 
 
 def test_losses_over_the_shortest_period_are_the_larger_of_10_and_20(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(PROGRAM.parent)
     job = importlib.import_module("published_job")
     ratio, grows, losses = job.over_shortest([{1: 1.0, 10: 1.3, 20: 1.2, 100: 2.0}])
     assert (ratio, grows, losses["100"]) == (1.3, True, 2.0)

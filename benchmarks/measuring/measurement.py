@@ -59,6 +59,14 @@ class Measurement:
         )
 
 
+def program_of(name: str) -> Path:
+    """The file of a question: at the top of `benchmarks/`, or in a folder with what it launches."""
+    if name == "hostile":
+        return ROOT / "tests" / "hostile" / "campaign.py"
+    (found,) = (ROOT / "benchmarks").rglob(f"{name}.py")
+    return found
+
+
 def question(program: Path) -> str:
     """What a program asks: the first paragraph of its docstring."""
     told = ast.get_docstring(ast.parse(program.read_text(encoding="utf-8"))) or ""

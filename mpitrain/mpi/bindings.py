@@ -31,7 +31,7 @@ os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 # Bits: by default the first four sums of an MPICH communicator round otherwise than all later ones, so a run that goes
 # on from a checkpoint would differ (4 ranks of a node: 3e-8 under allreduce(), 1.2e-5 under localsgd), and Intel MPI's
 # depend on where in memory a buffer lies. Speed: these algorithms of MPICH's wait without leaving their core, which the
-# peer that they wait for may need (`benchmarks/other_mpi.py`).
+# peer that they wait for may need (`benchmarks/other_mpi/other_mpi.py`).
 for _name in ("ALLREDUCE", "BARRIER", "BCAST", "REDUCE"):
     os.environ.setdefault(f"MPIR_CVAR_{_name}_POSIX_INTRA_ALGORITHM", "mpir")
 os.environ.setdefault("I_MPI_CBWR", "1")

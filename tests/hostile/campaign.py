@@ -81,7 +81,7 @@ def fingerprint(folder: Path) -> str:
 def main() -> None:
     """All fixed cases, and as many damaged files as asked for; one row of results."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from common import make_parser, write_row
+    from measuring.common import make_parser, write_row
 
     parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--seeds", type=int, default=400, help="damages of each kind of file")

@@ -20,6 +20,7 @@ from tests.sampling import asked_for, sampled
 ULFM = ("--with-ft", "ulfm")
 DEADLINE_S = 180.0
 BENCHMARKS = ROOT / "benchmarks"
+CHAOS = BENCHMARKS / "chaos"
 
 CODECS = {
     "full": "",
@@ -119,10 +120,11 @@ def test_kills_in_the_middle_of_an_allreduce_lose_no_sample_and_part_no_survivor
 ):
     """Three of five ranks, at random instants; more of these in `make chaos`."""
     monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.syspath_prepend(CHAOS)
     chaos = importlib.import_module("chaos_allreduce")
     orders = chaos.draw_orders(1_000_000, random.Random(num_bytes + len(btl)))
     words = [word for order in orders for word in ("--inject", order)]
-    job, run_dir = str(BENCHMARKS / "counted_job.py"), str(tmp_path)
+    job, run_dir = str(CHAOS / "counted_job.py"), str(tmp_path)
     command = [sys.executable, "-m", "mpitrain", "train", job, "--run-dir", run_dir, "--quiet", *words]
     env = {
         "CHAOS_BYTES": str(num_bytes), "CHAOS_DIR": run_dir, "CHAOS_SAMPLES": str(chaos.NUM_SAMPLES),

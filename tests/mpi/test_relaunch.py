@@ -1,7 +1,7 @@
 """A job that ends with one of its ranks is started again from a complete checkpoint and ends as if undisturbed.
 
-Two jobs of those that `make chaos` counts by the dozen (`benchmarks/chaos_relaunch.py`): one is killed while it writes
-a checkpoint, one loses its only server under ULFM.
+Two jobs of those that `make chaos` counts by the dozen (`benchmarks/chaos/chaos_relaunch.py`): one is killed while it
+writes a checkpoint, one loses its only server under ULFM.
 """
 
 import importlib
@@ -18,7 +18,8 @@ from tests.ranks import ROOT, find_mpi, needs_open_mpi
 @pytest.fixture
 def chaos_relaunch(monkeypatch, warm_children):
     find_mpi()
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    for folder in ("", "chaos"):
+        monkeypatch.syspath_prepend(ROOT / "benchmarks" / folder)
     return importlib.import_module("chaos_relaunch")
 
 
@@ -34,7 +35,7 @@ def test_killed_while_it_writes_a_checkpoint_a_lockstep_run_keeps_its_bits(
     """Its bits are those of a simulation of `sync()` that nobody disturbed, momentum included."""
     monkeypatch.setenv("CHAOS_DIR", str(tmp_path))
     monkeypatch.setenv("CHAOS_MOMENTUM", "0.5")
-    job = load_job(str(ROOT / "benchmarks" / "relaunch_job.py"))
+    job = load_job(str(ROOT / "benchmarks" / "chaos" / "relaunch_job.py"))
     whole = simulate(job, Sync(), 2, run_dir=str(tmp_path / "whole"), quiet=True)
     orders = chaos_relaunch.draw_orders("allreduce()", random.Random(3)) | {"CHAOS_VICTIM": "0"}
     wanted = load_file(whole["model"])["weight"]

@@ -27,7 +27,7 @@ def have_mpi() -> None:
 @pytest.fixture
 def told_codes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], set[int]]:
     """Exit codes that the documentation's table allows for (receiver, signal, phase)."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "signals")
     signals = importlib.import_module("signals")
     rows = signals.read_table()
     return lambda to, name, phase: {

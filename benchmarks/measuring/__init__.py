@@ -1,0 +1,1 @@
+"""What benchmarks share: rows, declarations, turns, gloo, models, launches and emulated hosts."""

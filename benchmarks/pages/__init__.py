@@ -1,0 +1,1 @@
+"""What is written of the rows: nothing else reads `results/`."""
