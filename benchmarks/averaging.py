@@ -10,13 +10,13 @@ a step: 2 (N - 1)/N of the model, divided by H. Run it between emulated hosts fo
 from __future__ import annotations
 
 import statistics
-import time
 
 import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.measurement import TRAINING, Measurement
 from measuring.models import MODELS
+from measuring.turns import take_turns
 from torch import nn
 
 import mpitrain as mt
@@ -78,15 +78,11 @@ def main():
     init_default_group(runtime)
     make, shape = MODELS[options.model]
     contestants = {way: Contestant(strategy, make, shape) for way, strategy in WAYS.items()}
-    seconds = {way: [] for way in contestants}
-    for number in range(options.rounds + 1):  # the first round warms up
-        for way, contestant in contestants.items():
-            dist.barrier()
-            began_s = time.perf_counter()
-            contestant.turn()
-            dist.barrier()
-            if number:
-                seconds[way].append((time.perf_counter() - began_s) / contestant.num_steps)
+    seconds = take_turns(
+        {way: contestant.turn for way, contestant in contestants.items()}, options.rounds, 1,
+        ready=dist.barrier, counted=dist.barrier,
+    )  # fmt: skip
+    seconds = {way: [s / contestants[way].num_steps for s in values] for way, values in seconds.items()}
     if runtime.rank == 0:
         show(options, contestants, seconds)
     dist.destroy_process_group()

@@ -25,7 +25,7 @@ import time
 import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
-from measuring.gloo import never_destroyed
+from measuring.gloo import my_address, start_gloo
 from measuring.measurement import BASICS, Measurement
 from torch._C._distributed_c10d import Work
 
@@ -69,7 +69,7 @@ class Streams:
     def __init__(self):
         self.first = runtime.nodes.index(runtime.nodes[runtime.rank]) == runtime.rank
         leaders = [runtime.nodes.index(node) for node in range(runtime.num_nodes)]
-        server = socket.create_server((my_address(), 0))
+        server = socket.create_server((my_address(runtime), 0))
         places = runtime.allgather(list(server.getsockname()[:2]))
         if self.first:
             after = leaders[(leaders.index(runtime.rank) + 1) % len(leaders)]
@@ -92,15 +92,6 @@ class Streams:
         block = bytearray(1 << 20)
         while left:
             left -= self.inward.recv_into(block, min(left, len(block)))
-
-
-def my_address():
-    """This host's address on the network that leads to the others."""
-    if runtime.num_nodes == 1:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("10.255.255.255" if "MPITRAIN_LINK_RATE" not in os.environ else "10.78.0.254", 9))
-        return probe.getsockname()[0]
 
 
 class Nothing(Work):
@@ -264,12 +255,7 @@ def main():
     parser.add_argument("--budget", type=float, default=0.5, help="seconds for one way at one size, roughly")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if runtime.num_nodes > 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(my_address()))
-    host, port = runtime.broadcast([my_address(), free_port()] if runtime.rank == 0 else None)
-    store = dist.TCPStore(host, port, runtime.size, runtime.rank == 0)
-    dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=runtime.size)
-    gloo, ours = dist.group.WORLD, dist.new_group(backend="mpi4py")
+    gloo, ours = start_gloo(runtime), dist.new_group(backend="mpi4py")
     groups = [ours, gloo]
     for backend, kind in (("empty", EmptyGroup), ("unchecked", UncheckedGroup)):
         dist.Backend.register_backend(
@@ -292,33 +278,10 @@ def main():
             rows.append(row_of(name, num_bytes, seconds))
     if runtime.rank == 0:
         show(rows)
-        head = {"ranks": runtime.size, "hosts": runtime.num_nodes, "link": rate, "mpi": runtime.library}
+        head = {"ranks": runtime.size, "hosts": runtime.num_nodes, "link": rate}
         write_row("collectives", {**head, "transport": told, "rows": rows})
-    never_destroyed(gloo)
     dist.destroy_process_group()
     runtime.finish()
-
-
-def interface_of(address):
-    """The name of the network interface that has this address."""
-    import fcntl
-    import struct
-
-    for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                found = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-            except OSError:
-                continue
-        if socket.inet_ntoa(found[20:24]) == address:
-            return name
-    raise RuntimeError(f"no interface has {address}")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind((my_address(), 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

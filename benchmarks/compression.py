@@ -2,7 +2,7 @@
 
     mpitrain launch -n 4 benchmarks/compression.py --where "one host"
     .venv/bin/python benchmarks/measuring/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python \
-        benchmarks/compression.py --where "4 hosts, 100 Mbit/s" --interface eth0 --ways gloo threshold
+        benchmarks/compression.py --where "4 hosts, 100 Mbit/s" --ways gloo threshold
 
 Every rank trains the MLP of 6.3 million parameters (`--model cnn`: 0.4 million) with fresh batches of a seeded task,
 one torch thread a rank, SGD without momentum. Contestants take turns in blocks of a few steps:
@@ -19,19 +19,16 @@ the threshold finds its density.
 
 from __future__ import annotations
 
-import fcntl
-import os
-import socket
 import statistics
-import struct
-import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
-from measuring.gloo import never_destroyed
+from measuring.gloo import start_gloo
 from measuring.measurement import TRAINING, Measurement
 from measuring.models import MODELS
+from measuring.turns import take_turns
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -104,15 +101,9 @@ def measure(options, groups):
         for _ in range(options.settle if way in ADAPTS else 3):
             contestant.step()
         contestant.forget()
-    seconds = {way: [] for way in contestants}
-    for _ in range(options.rounds):
-        for way, contestant in contestants.items():
-            dist.barrier(group=groups["mpi4py"])
-            began_s = time.perf_counter()
-            for _ in range(options.block):
-                contestant.step()
-            dist.barrier(group=groups["mpi4py"])
-            seconds[way].append((time.perf_counter() - began_s) / options.block)
+    barrier = partial(dist.barrier, group=groups["mpi4py"])
+    steps = {way: contestant.step for way, contestant in contestants.items()}
+    seconds = take_turns(steps, options.rounds, options.block, ready=barrier, counted=barrier, num_warm_up=0)
     return seconds, {way: one.hook.statistics() if one.hook else {} for way, one in contestants.items()}
 
 
@@ -158,29 +149,9 @@ def show(options, seconds, told):
     write_row("compression", row)
 
 
-def start_groups(interface):
-    """Both groups over all ranks; gloo is told the interface, since emulated hosts have no names to look up."""
-    address = "127.0.0.1"
-    if interface:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            packed = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", interface.encode()))
-        address = socket.inet_ntoa(packed[20:24])  # SIOCGIFADDR
-    port = 0
-    if runtime.rank == 0:
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            port = probe.getsockname()[1]
-    address, port = runtime.broadcast([address, port])
-    store = dist.TCPStore(address, port, runtime.size, runtime.rank == 0)
-    dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=runtime.size)
-    return {"gloo": dist.group.WORLD, "mpi4py": dist.new_group(backend="mpi4py")}
-
-
 def main():
     parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--where", default="one host", help="what to call the network in the results")
-    parser.add_argument("--interface", default="", help="network interface of the emulated hosts")
     parser.add_argument("--model", choices=sorted(MODELS), default="mlp")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--block", type=int, default=2)
@@ -188,13 +159,12 @@ def main():
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    groups = start_groups(options.interface)
+    groups = {"gloo": start_gloo(runtime), "mpi4py": dist.new_group(backend="mpi4py")}
     if runtime.rank == 0:
         print(f"{machine()['cpu']}, {machine()['num_cores']} cores, one thread a rank")
     seconds, told = measure(options, groups)
     if runtime.rank == 0:
         show(options, seconds, told)
-    never_destroyed(dist.group.WORLD)
     dist.destroy_process_group()
     runtime.finish()
 

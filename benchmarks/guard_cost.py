@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 
 import torch
 from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.measurement import STEPS, Measurement
 from measuring.models import MODELS
+from measuring.turns import take_turns
 from torch import nn
 
 from mpitrain.model.gradient.loss_pass import LossPass
@@ -90,20 +90,13 @@ class Contestant:
 def measure(runtime, name, options):
     """Seconds a step by contestant, of every round; and of one comparison."""
     contestants = {key: Contestant(runtime, name, key == "guarded") for key in ("plain", "guarded", "again")}
-    seconds = {key: [] for key in (*contestants, "comparison")}
-    for number in range(options.rounds + WARM_UP):
-        order = list(contestants) if number % 2 else list(contestants)[::-1]
-        for key in order:
-            runtime.barrier()
-            began_s = time.perf_counter()
-            for _ in range(options.block):
-                contestants[key].step()
-            seconds[key].append((time.perf_counter() - began_s) / options.block)
-        runtime.barrier()
-        began_s = time.perf_counter()
-        contestants["guarded"].replicas.compare()
-        seconds["comparison"].append(time.perf_counter() - began_s)
-    return {key: values[WARM_UP:] for key, values in seconds.items()}, contestants["plain"].module
+    steps = {key: contestant.step for key, contestant in contestants.items()}
+    seconds = take_turns(
+        steps | {"comparison": contestants["guarded"].replicas.compare}, options.rounds,
+        dict.fromkeys(steps, options.block) | {"comparison": 1},
+        ready=runtime.barrier, num_warm_up=WARM_UP, alternates=True,
+    )  # fmt: skip
+    return seconds, contestants["plain"].module
 
 
 def show(runtime, name, seconds, module, options):

@@ -10,7 +10,6 @@ waits decides: one that polls uses up its share of a core, and is not scheduled 
 
 from __future__ import annotations
 
-import socket
 import statistics
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import time
 import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
-from measuring.gloo import never_destroyed
+from measuring.gloo import start_gloo
 from measuring.measurement import BASICS, Measurement
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -71,17 +70,6 @@ def measure(found, num_rounds, num_steps):
     return figures
 
 
-def gloo_group():
-    port = None
-    if runtime.rank == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-    store = dist.TCPStore("127.0.0.1", runtime.broadcast(port), runtime.size, runtime.rank == 0)
-    dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=runtime.size)
-    return dist.group.WORLD
-
-
 def main():
     parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--busy", type=int, default=8, help="processes that compute beside the ranks")
@@ -89,7 +77,7 @@ def main():
     parser.add_argument("--steps", type=int, default=20, help="of a block")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    gloo = gloo_group()
+    gloo = start_gloo(runtime)
     ours = dist.new_group(backend="mpi4py")
     found = {"mpitrain": Contestant(ours), "gloo": Contestant(gloo)}
     num_busy = options.busy if runtime.rank == 0 else 0
@@ -101,7 +89,6 @@ def main():
             process.kill()
     if runtime.rank == 0:
         show(figures, options)
-    never_destroyed(gloo)
     dist.destroy_process_group()
     runtime.finish()
 

@@ -19,13 +19,13 @@ counted: it gathers indices of 8 bytes, and values padded to the largest rank's.
 from __future__ import annotations
 
 import statistics
-import time
 
 import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
-from measuring.gloo import never_destroyed
+from measuring.gloo import never_destroyed, start_gloo
 from measuring.measurement import STEPS, Measurement
+from measuring.turns import take_turns
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,19 +105,11 @@ def measure(rows, batch, options, groups, counter):
         "dense": Way(rows, batch, False, lambda module: data_parallel(module, ours)),
         "sparse": Way(rows, batch, True, lambda module: data_parallel(module, ours)),
     }
-    seconds = {name: [] for name in ways}
-    for number in range(options.rounds + 1):
-        counter.num_bytes = 0
-        for name, way in ways.items():
-            runtime.barrier()
-            began_s = time.perf_counter()
-            for _ in range(options.block):
-                way.step()
-            seconds[name].append((time.perf_counter() - began_s) / options.block)
-        if number == 0:
-            gloo_ways = ways["gloo dense"].model, ways["gloo sparse"].model
-            never_destroyed(*gloo_ways)
-    return {name: values[1:] for name, values in seconds.items()}, counter.num_bytes / options.block
+    never_destroyed(ways["gloo dense"].model, ways["gloo sparse"].model)
+    counter.num_bytes = 0
+    steps = {name: way.step for name, way in ways.items()}
+    seconds = take_turns(steps, options.rounds, options.block, ready=runtime.barrier)
+    return seconds, counter.num_bytes / (options.block * (options.rounds + 1))
 
 
 def show(rows, batch, seconds, sent, options):
@@ -157,7 +149,7 @@ def main():
     options = parser.parse_args()
     assert runtime.size == 2, "start with 2 ranks"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method="mpi://")
+    start_gloo(runtime)
     groups = dist.new_group([0, 1], backend="mpi4py"), dist.new_group([0, 1], backend="gloo")
     counter = Counter()
     if runtime.rank == 0:
@@ -167,7 +159,7 @@ def main():
             seconds, sent = measure(rows, batch, options, groups, counter)
             if runtime.rank == 0:
                 show(rows, batch, seconds, sent, options)
-    never_destroyed(dist.group.WORLD, groups[1])
+    never_destroyed(groups[1])
     dist.destroy_process_group()
     runtime.finish()
 

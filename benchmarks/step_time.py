@@ -25,9 +25,10 @@ import time
 import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
-from measuring.gloo import never_destroyed
+from measuring.gloo import never_destroyed, start_gloo
 from measuring.measurement import TRAINING, Measurement
 from measuring.models import BATCH, MODELS
+from measuring.turns import take_turns
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -166,17 +167,14 @@ def measure(name, options, groups, pair, engine):
         "bare mpi4py": Bare(make, shape, pair),
         "async": asynchronous,
     }
-    seconds = {key: [] for key in contestants}
-    for _ in range(options.rounds + 2):
-        for key, contestant in contestants.items():
-            sleep_until(pair.Ibarrier())
-            began_s = time.perf_counter()
-            for _ in range(options.block if contestant else 0):
-                contestant.step()
-            seconds[key].append((time.perf_counter() - began_s) / options.block)
-            sleep_until(pair.Ibarrier())  # the other one may not have finished: rank 0 alone, or async
+    steps = {key: one.step if one else None for key, one in contestants.items()}
+
+    def together():
+        sleep_until(pair.Ibarrier())  # the other one may not have finished: rank 0 alone, or async
+
+    seconds = take_turns(steps, options.rounds, options.block, ready=together, done=together, num_warm_up=2)
     asynchronous.world.advance(asynchronous.role, None)
-    return {key: values[2:] for key, values in seconds.items()}
+    return seconds
 
 
 def show(name, seconds, options):
@@ -222,9 +220,7 @@ def main():
     torch.set_num_threads(1)
     pair = runtime.comm.Split(0 if runtime.rank < 2 else MPI.UNDEFINED, runtime.rank)
     engine = Engine(runtime.comm.Dup())  # driven inline; the process group's own engine sleeps meanwhile
-    port = runtime.broadcast(_free_port() if runtime.rank == 0 else None)
-    store = dist.TCPStore("127.0.0.1", port, 3, runtime.rank == 0)
-    dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=3)
+    start_gloo(runtime)
     groups = dist.new_group([0, 1], backend="mpi4py"), dist.new_group([0, 1], backend="gloo")
     if runtime.rank == 0:
         print(f"{machine()['cpu']}, {machine()['num_cores']} cores, one thread a rank")
@@ -232,17 +228,9 @@ def main():
         seconds = measure(name, options, groups, pair, engine)
         if runtime.rank == 0:
             show(name, seconds, options)
-    never_destroyed(dist.group.WORLD, groups[1])
+    never_destroyed(groups[1])
     dist.destroy_process_group()
     runtime.finish()
-
-
-def _free_port():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import io
 import json
 import math
 import shutil
-import socket
 import statistics
 import tempfile
 import time
@@ -37,7 +36,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
-from measuring.gloo import never_destroyed
+from measuring.gloo import never_destroyed, start_gloo
 from measuring.measurement import TRAINING, Measurement
 from torch.nn.parallel import DistributedDataParallel
 
@@ -251,9 +250,7 @@ def main():
     if runtime.rank == 0:
         print(f"{machine()['cpu']}, {machine()['num_cores']} cores, one thread a rank", flush=True)
         pack(load_source("digits"), folder / "digits", PackOptions(0.2), source="digits")
-    port = runtime.broadcast(_free_port() if runtime.rank == 0 else None)
-    store = dist.TCPStore("127.0.0.1", port, runtime.size, runtime.rank == 0)
-    dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=runtime.size)
+    start_gloo(runtime)
     group = dist.new_group(list(range(1, runtime.size)), backend="gloo")
     # not counted: the first run of a process pays for torch's lazy imports, several seconds on few cores
     orders = dict.fromkeys(KINDS, order(digits(folder, 0.0)))
@@ -282,15 +279,9 @@ def main():
             }
             write_row("stragglers", row)
         shutil.rmtree(folder)
-    never_destroyed(dist.group.WORLD, group)
+    never_destroyed(group)
     dist.destroy_process_group()
     runtime.finish()
-
-
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
-from measuring.gloo import never_destroyed
+from measuring.gloo import never_destroyed, start_gloo
 from measuring.measurement import TRAINING, Measurement
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -331,7 +331,7 @@ def main():
 
     assert runtime.size == 4, "start with 4 ranks"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method="mpi://")
+    start_gloo(runtime)
     group = dist.new_group([2, 3], backend="gloo")
     store = runtime.broadcast(tempfile.mktemp() if runtime.rank == 0 else None)
     rpc.init_rpc(
@@ -347,7 +347,7 @@ def main():
                 show(rows, batch, seconds, sizes)
     runtime.barrier()
     rpc.shutdown()
-    never_destroyed(dist.group.WORLD, group)
+    never_destroyed(group)
     dist.destroy_process_group()
     runtime.finish()
 

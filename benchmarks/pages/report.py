@@ -520,9 +520,7 @@ def search() -> str:
 
 ON_HOSTS = ".venv/bin/python benchmarks/measuring/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python"
 
-COMPRESSION_OF_HOSTS = (
-    'benchmarks/compression.py --interface eth0 --where "4 hosts, 100 Mbit/s" --ways gloo threshold'
-)
+COMPRESSION_OF_HOSTS = 'benchmarks/compression.py --where "4 hosts, 100 Mbit/s" --ways gloo threshold'
 
 
 def threads() -> str:
