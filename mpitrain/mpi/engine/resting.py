@@ -14,6 +14,9 @@ from mpitrain.mpi.engine.requests import Progress
 from mpitrain.mpi.engine.wakeup import NAP_S, NappingWakeup, Wakeup
 
 CHECK_AGAIN_S = 0.5  # how long a thread sleeps at most without asking whether it still has to
+_SPIN_S = (
+    0.0003  # before a sleep: longer than it takes to wake one, or two ranks put each other to sleep for ever
+)
 _NAPS_FOR_S = 0.01  # after the last traffic
 BELL_S = 0.05  # how long one sleeps at most until peers ring: for deadlines, and signals
 
@@ -39,7 +42,9 @@ class Rests:
 
     def may_spin(self) -> bool:
         """Whether other ranks are given a moment before a thread sleeps."""
-        return not self._shares_cores and self._backoff.spin()
+        if self.bell is None:
+            return self._backoff.spin()
+        return not self._shares_cores and self._backoff.quiet_s() < _SPIN_S
 
     def want(self, which: int) -> None:
         """In the thread that owns MPI: from here on peers ring for that one (0: nobody)."""
