@@ -49,9 +49,10 @@ class Measurement:
         files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
         paths = (Path(file) for file in files if file)
         inside = (path.relative_to(ROOT) for path in paths if path.is_relative_to(ROOT / "mpitrain"))
-        return sorted(path.as_posix() for path in inside if not self._covers(path))
+        return sorted(path.as_posix() for path in inside if not self.covers(path))
 
-    def _covers(self, path: Path) -> bool:
+    def covers(self, path: Path) -> bool:
+        """Whether a path of the repository is one of `depends`, or below one."""
         folders = [parent.as_posix() for parent in path.parents]
         return any(
             one in folders or (fnmatchcase(path.as_posix(), one) and str(Path(one).parent) == folders[0])
@@ -63,7 +64,9 @@ def program_of(name: str) -> Path:
     """The file of a question: at the top of `benchmarks/`, or in a folder with what it launches."""
     if name == "hostile":
         return ROOT / "tests" / "hostile" / "campaign.py"
-    (found,) = (ROOT / "benchmarks").rglob(f"{name}.py")
+    (found,) = (ROOT / "benchmarks").rglob(
+        f"{name.removesuffix('_start')}.py"
+    )  # growth.py writes two kinds of rows
     return found
 
 

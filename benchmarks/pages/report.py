@@ -17,7 +17,7 @@ from measuring.measurement import declared, program_of, question
 
 from docs.markdown import table
 from pages import report_gpu, report_growth, report_jobs, report_literature, report_models, report_virtual
-from pages.rows import duration, newest, one, origin, rows_of, size, spread
+from pages.rows import duration, newest, one, origin, rows_of, shown, size, spread
 
 Row = dict[str, Any]
 
@@ -224,7 +224,9 @@ def memory() -> str:
 
 def whole_reader() -> Row:
     """The newest row of all ways to read."""
-    return [row for row in rows_of("reader") if not row.get("pairs")][-1]
+    row = [row for row in rows_of("reader") if not row.get("pairs")][-1]
+    shown("reader", row)
+    return row
 
 
 def reader() -> str:
@@ -632,6 +634,7 @@ def programs() -> str:
     texts = []
     for name, (commands, made) in PROGRAMS.items():
         body = made() if rows_of(name) else "No row has been recorded."
+        shown(name, *([] if rows_of(name) else [None]))
         texts.append("\n".join([f"## {name}", "", asked(name), "", "```sh", *commands, "```", "", body]))
     return "\n\n".join(texts)
 

@@ -5,12 +5,16 @@ what it predicts is what happens.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 
-from prediction.prediction import SHARINGS, STEP_ERROR, TARGET_ERROR, judged, newest
+from measuring.measurement import ROOT
 
 from docs.markdown import table
-from pages.rows import Row, one, origin, rows_of, spread
+from pages.rows import Row, one, origin, rows_of, shown, spread
+
+sys.path.insert(0, str(ROOT / "benchmarks" / "prediction"))
+from prediction import SHARINGS, STEP_ERROR, TARGET_ERROR, judged, newest
 
 
 def virtual_speed() -> str:
@@ -38,6 +42,7 @@ def virtual_speed() -> str:
 
 def published() -> str:
     rows = list({row["curve"]: row for row in rows_of("published")}.values())
+    shown("published", *rows)
     head = (
         "curve",
         "published",
@@ -72,7 +77,9 @@ def published() -> str:
 
 
 def _pairs(sharing: str) -> list[tuple[Row, Row]]:
-    return newest(list(rows_of("prediction")), sharing)
+    found = newest(list(rows_of("prediction")), sharing)
+    shown("prediction", *(row for pair in found for row in pair))
+    return found
 
 
 def prediction() -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 from measuring.measurement import ROOT
 
 Row = dict[str, Any]
+_shown: list[tuple[str, Row | None]] = []
 
 
 @cache
@@ -19,10 +20,24 @@ def rows_of(name: str) -> tuple[Row, ...]:
     return tuple(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else ()
 
 
+def shown_by(make: Callable[[], Any]) -> list[tuple[str, Row | None]]:
+    """Programs and rows that a part of a page shows when it is made; no row where a program has none."""
+    _shown.clear()
+    make()
+    return list(_shown)
+
+
+def shown(name: str, *rows: Row | None) -> None:
+    """Note that these rows of a program are shown; `newest` and `one` do that for theirs."""
+    _shown.extend((name, row) for row in rows)
+
+
 def newest(name: str, *keys: str, **wanted: Any) -> dict[tuple[Any, ...], Row]:
     """The newest row for each combination of these keys, of rows with the wanted values."""
     rows = [row for row in rows_of(name) if all(row.get(key) == value for key, value in wanted.items())]
-    return {tuple(row.get(key) for key in keys): row for row in rows}
+    found = {tuple(row.get(key) for key in keys): row for row in rows}
+    shown(name, *found.values())
+    return found
 
 
 def one(name: str, **wanted: Any) -> Row:
