@@ -15,8 +15,8 @@
 #                                                                    (options: make pairs ARGS="'ema | compile'")
 #   make test-torch  torch's own tests of torch.distributed, over gloo and over mpi4py; a quarter of an hour
 #                                                                    (options: make test-torch ARGS="--columns gloo:2 mpi4py:2")
-#   make clients     programs of Lightning, Accelerate, the HF Trainer and Heat, over gloo and over mpi4py, and the first
-#                    three under strategies of this package
+#   make clients     programs of Lightning, Accelerate, the HF Trainer, Heat and ten more, over gloo and over mpi4py, and
+#                    the first three under strategies of this package
 #   make gpu         on a machine with a GPU, within ten minutes: what needs one, device tensors over MPI as it is and by way
 #                    of the host, torch's own back end beside MPI; writes tests/gpu.txt, the file to send
 #                                        (options: make gpu GPU_PYTHON=python3: the site's own; ARGS="--simulated": rehearse it)
@@ -109,7 +109,8 @@ test-torch: $(VENV)/.installed-test
 # The libraries lie in a folder of their own, which goes before both environments. What it printed last goes to
 # tests/clients.txt, which is committed.
 CLIENTS := build/clients
-clients: $(CLIENTS)/.installed $(CLIENTS)/script/.installed $(CLIENTS)/more/.installed $(VENV_MPICH)/.installed
+TEN := $(patsubst tests/clients/environments/%.txt,$(CLIENTS)/more/%/.installed,$(wildcard tests/clients/environments/*.txt))
+clients: $(CLIENTS)/.installed $(CLIENTS)/script/.installed $(TEN) $(VENV_MPICH)/.installed
 	rm -f $(CLIENTS)/table.txt
 	set -o pipefail; { git rev-parse --short HEAD; PYTHONPATH=$(abspath $(CLIENTS)) MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) \
 	    MPITRAIN_UNCHANGED_SCRIPT=$(abspath $(CLIENTS))/script MPITRAIN_MORE_CLIENTS=$(abspath $(CLIENTS))/more \
@@ -145,9 +146,11 @@ $(CLIENTS)/script/.installed: $(CLIENTS)/.installed tests/clients/unchanged_scri
 	@cp $(@D)/wheel/*.data/data/classy_vision/classy_train.py $(@D)/classy_vision/
 	@touch $@
 
-$(CLIENTS)/more/.installed: $(CLIENTS)/.installed tests/clients/more_requirements.txt
+# Of each of ten programs a folder, with what it imports besides what the tests need. Some come as source, whose set-up
+# looks for torch.
+$(CLIENTS)/more/%/.installed: tests/clients/environments/%.txt $(CLIENTS)/.installed
 	@rm -rf $(@D) && mkdir -p $(@D)
-	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --target $(@D) -r tests/clients/more_requirements.txt
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --target $(@D) -r $<
 	@touch $@
 
 # What a killed rank has run is lost. The tests' own exit code comes last, so that a failure hides no figures. What no
