@@ -71,12 +71,13 @@ find "$0/root" -name 'lib*.so.*' -exec ln -sf {} lib/ \\;
 PATH=$PATH:/sbin ldconfig -n lib
 test ! -e lib/libmpich.so.12 || ln -sf libmpich.so.12 lib/libmpi.so.12
 """
-# One row each; what was not run yet stands there as that.
+# One row each; what was not run yet stands there as that. The row of the torch that `constraints.txt` pins has the
+# Python, NumPy and MPI of all other rows.
 WANTED = {
     "torch": ("2.8.0", "2.9.1", "2.13.0", "2.14.1"),
-    "numpy": ("1.26.4", "2.4.6"),
-    "python": ("3.11", "3.12", "3.13", "3.14"),
-    "mpi": MPIS,
+    "numpy": ("1.26.4",),
+    "python": ("3.12", "3.13", "3.14"),
+    "mpi": ("mpich", *DEBIAN),
 }
 
 
@@ -201,6 +202,12 @@ def constrained(name: str) -> str:
     return found[1]
 
 
+def commit() -> str:
+    """What is tried."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+
+
 def newest_torch() -> str:
     """What pip would install here."""
     command = [
@@ -289,8 +296,9 @@ def read_table(text: str) -> Rows:
     last = None
     for line in text.splitlines():
         if found := re.match(rf"({'|'.join(WANTED)}) (\S+): (.*)", line):
-            last = Setting(found[1], found[2])
-            rows[last] = (found[3], [])
+            last = None if found[3] == NOT_RUN else Setting(found[1], found[2])
+            if last is not None:
+                rows[last] = (found[3], [])
         elif last is not None and line.startswith("    "):
             rows[last][1].append(line.strip())
     return rows
@@ -298,12 +306,8 @@ def read_table(text: str) -> Rows:
 
 def write_table(rows: Rows) -> None:
     """In the order of factors, the oldest first."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     order = list(WANTED)
-    lines = [
-        f"{commit.stdout.strip()} wrote the last row; besides what a row names all is as in constraints.txt",
-        "",
-    ]
+    lines = ["besides what a row names all is as in constraints.txt", ""]
     for setting in sorted(rows, key=lambda one: (order.index(one.factor), numbers(one.value))):
         told, failed = rows[setting]
         lines += [f"{setting.factor} {setting.value}: {told}", *(f"    {name}" for name in failed)]
@@ -320,7 +324,7 @@ def run(setting: Setting, keeps: bool, sections: Sequence[str]) -> tuple[str, li
     environment = Environment(setting)
     try:
         environment.make()
-        told, failed = [environment.names()], []
+        told, failed = [f"{environment.names()}, at {commit()}"], []
         if setting.factor == "torch":
             told.append("pip keeps it" if environment.keeps_torch() else "PIP REPLACES IT")
         for name in sections:

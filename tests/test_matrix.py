@@ -44,6 +44,7 @@ def test_a_row_counts_what_pytest_says_and_is_read_again(tmp_path, monkeypatch):
     assert again == rows and again[Setting("mpi", "mpich")] == (matrix.NOT_RUN, [])
     torches = [one.value for one in again if one.factor == "torch"]
     assert torches == ["2.8.0", "2.9.1", "2.13.0", "2.14.1", "2.15.0"]
+    assert matrix.read_table("numpy 9.9: not run yet\n") == matrix.read_table("")
 
 
 def test_what_cannot_be_had_is_named_and_leaves_nothing(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.mpi.cases import assert_passed, case_names, launch, launch_program
-from tests.ranks import is_intel, needs_open_mpi, run_ranks
+from tests.ranks import find_mpi, is_intel, is_old, needs_open_mpi, run_ranks
 from tests.sampling import asked_for, sampled
 
 CASES = case_names("client_cases")
@@ -43,6 +43,8 @@ def test_launches_end_cleanly(three, mpich):
 
 def test_a_message_that_nobody_receives_does_not_hold_the_end():
     needs_open_mpi("MPICH ends the job itself, in the Finalize of the rank that was to receive")
+    if is_old(find_mpi()[1]):
+        pytest.skip("Open MPI 4: no MPI_Ibarrier ends beside a send of 40 MB that nobody receives")
     result = run_ranks(2, NOBODY_RECEIVES)
     assert result.code == 2 and "no rank has asked for: a send to rank 1, tag 0" in result.stderr, result
 
