@@ -115,7 +115,8 @@ def without_outputs(schedule: Any) -> dict[str, bool]:
 def make_schedule(kind: Callable[..., Any], stage: Any, num_microbatches: int, **options: Any) -> Any:
     """A schedule of a pipeline. Fewer microbatches than there are stages GPipe's takes in 2.13, and refuses in 2.8:
     there it has to be told another number, which it only notes."""
-    if len({one.tensor.dtype for one in stage._get_init_p2p_neighbors_ops()}) > 1:
+    greet = getattr(stage, "_get_init_p2p_neighbors_ops", list)  # 2.8 has another way
+    if len({one.tensor.dtype for one in greet()}) > 1:
         stage._get_init_p2p_neighbors_ops = list  # see WARM_UP_FAULT; MPI is connected without
     try:
         return kind(stage, num_microbatches, **options)
@@ -198,8 +199,8 @@ def asks_for_reconfigure(options: Any) -> bool:
 
 def replace_group_maker(wrap: Callable[[Any], Any]) -> None:
     """Have every process group of this process made by `wrap(torch's own function)`. Tried without, on 2.8 and 2.13:
-    `Backend.register_backend("gloo", ours)` is accepted, and torch makes its own gloo all the same; of "cpu:ours,
-    cuda:gloo", in either order, a group in Python is left alone with no backend for the other device. A Backend in
+    `Backend.register_backend("gloo", ours)` is accepted, and torch makes its own gloo all the same; of a name
+    for each device, in either order, a group in Python is left alone with no backend for the other device. A Backend in
     Python, which 2.14 takes there, says of no asynchronous Work that it is completed, and raises for `recv(src=None)`
     (tried on 2.14.0)."""
     c10d()._new_process_group_helper = wrap(c10d()._new_process_group_helper)

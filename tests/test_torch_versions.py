@@ -72,6 +72,8 @@ def test_a_pipeline_begins_without_the_numbers_that_its_neighbours_do_not_expect
         lambda stage, count: (stage, stage._get_init_p2p_neighbors_ops()), stage, 2
     )
     assert sent == (greetings if len(set(dtypes)) == 1 else [])
+    without = SimpleNamespace(num_stages=2)  # as in 2.8
+    assert torch_versions.make_schedule(lambda stage, count: stage, without, 2) is without
     for version, told in (("2.9.1", "pipeline()"), ("2.13.0", "")):
         monkeypatch.setattr(torch, "__version__", version)
         assert told in torch_versions.warm_up_fault() and bool(told) == bool(torch_versions.warm_up_fault())
