@@ -592,7 +592,8 @@ def case_what_lies_on_the_board_has_the_bits_of_the_library(rt):
             dist.all_reduce(ours, op=op)
             numbers = ~theirs.isnan()  # of these the bits; whose NaN it is decides those of a NaN
             assert ours.isnan().eq(~numbers).all(), (dtype, kind)
-            ours, theirs = ours[numbers], theirs[numbers]
+            if not numbers.all():  # torch 2.8 has no such index for uint16
+                ours, theirs = ours[numbers], theirs[numbers]
             assert ours.view(torch.uint8).equal(theirs.view(torch.uint8)), (dtype, kind, ours, theirs)
     strided = torch.full((4, 6), float(rt.rank))[:, ::2]
     dist.all_reduce(strided)
