@@ -10,5 +10,5 @@ mpitrain data pack digits data/digits >/dev/null
 told() { # RUN KEYS...: what its result.json says
     "$python" -c 'import json, sys
 result = json.load(open(sys.argv[1] + "/result.json"))
-print(sys.argv[1].split("/")[-1], {key: result.get(key) for key in sys.argv[2:]})' "$RUNS/$@"
+print(sys.argv[1].split("/")[-1], {key: result[key] for key in sys.argv[2:]})' "$RUNS/$@"
 }

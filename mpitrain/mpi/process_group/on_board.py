@@ -141,14 +141,15 @@ def make(runtime: Runtime, comm: MPI.Intracomm, ranks: list[int]) -> Board | Non
     """Collective over the members, in the thread that owns MPI: the board of a new group, which all can use or none."""
     size, rank = comm.size, comm.rank
     one_node = len({runtime.nodes[member] for member in ranks}) == 1
-    if not one_node or not 1 < size <= MAX_RANKS or doorbell.why_not(runtime.fault_tolerance):
-        return None  # on all ranks: the launch has given them one environment
+    if not one_node or not 1 < size <= MAX_RANKS or runtime.fault_tolerance != "none":
+        return None
     slot_bytes = min(_SLOT_BYTES, _MOST_BYTES // size & -4096)
     length = num_bytes(size, slot_bytes)
     bell = memory = None
-    with contextlib.suppress(OSError):
-        own, memory = runtime.bell(), doorbell.SharedMemory.made(length) if rank == 0 else None
-        bell = own
+    if not doorbell.why_not(runtime.fault_tolerance):  # which a rank alone may be told
+        with contextlib.suppress(OSError):
+            own, memory = runtime.bell(), doorbell.SharedMemory.made(length) if rank == 0 else None
+            bell = own
     every = json_collectives.allgather(comm, bell and [bell.memory.place, memory and memory.place])
     board = None
     with contextlib.suppress(OSError):

@@ -565,6 +565,10 @@ def case_what_lies_on_the_board_has_the_bits_of_the_library(rt):
     with mock.patch.dict(os.environ, {doorbell.VARIABLE: "off"}):
         plain = dist.new_group()
     assert plain._board is None
+    with mock.patch.dict(os.environ, {doorbell.VARIABLE: "on" if rt.rank else "off"}):
+        unlike = dist.new_group()
+    assert unlike._board is None  # for all, where one has none
+    dist.destroy_process_group(unlike)
     draw = torch.Generator().manual_seed(rt.rank)
     scales = 2.0 ** torch.randint(-12, 13, (33,), generator=draw)  # so that another order of adding shows
     for dtype in (
