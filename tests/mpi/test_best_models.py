@@ -60,7 +60,9 @@ def test_patience_ends_the_run_with_a_checkpoint_and_status_ok(runs, strategy):
         assert len(run["validations"]) == 3 and run["result"]["samples"] <= 3 * SAMPLES + 24
     assert not (path / strategy / "ended" / "REQUEUE").exists()
     still = found[strategy]["still"]["result"]
-    assert still["ended_early"] and still["samples"] < 6 * SAMPLES
+    assert still["ended_early"]
+    if strategy in LOCKSTEP:  # elsewhere what is left is soon done, while the end is still being asked for
+        assert still["samples"] < 6 * SAMPLES
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
