@@ -60,9 +60,8 @@ from mpitrain.system.launched.launch_variables import launched_rank, launched_si
 from mpitrain.system.saying import say, tell
 from mpitrain.training.job_file import load_job
 from mpitrain.values import parse
-from mpitrain.virtual.collectives import LinkCost
-from mpitrain.virtual.compute import ComputeLaw
 from mpitrain.virtual.link_costs import link_cost
+from mpitrain.virtual.message_law import LinkCost
 from mpitrain.virtual.network import Cluster, MeasuredNetwork, NetworkLaw
 from mpitrain.virtual.serial_fraction import fit_serial_fraction
 
@@ -269,13 +268,13 @@ def _network_law(request: Request) -> NetworkLaw:
     return law.cluster if isinstance(law, MeasuredNetwork) else law
 
 
-def _links(request: Request) -> tuple[LinkCost, LinkCost]:
-    """(the link within a node, the link between nodes)."""
+def _links(request: Request) -> tuple[LinkCost, LinkCost, LinkCost]:
+    """(the link within a node, between nodes, and between nodes that all send at once)."""
     law = _network_law(request)
     if isinstance(law, Cluster):
         law = dataclasses.replace(law, ranks_per_node=2)
-        return link_cost(law, 0, 1), link_cost(law, 0, 2)
-    return link_cost(law), link_cost(law)
+        return link_cost(law, 0, 1), link_cost(law, 0, 2), link_cost(law, 0, 2, num_nodes=2)
+    return (link_cost(law),) * 3
 
 
 def _conditions(
@@ -285,11 +284,9 @@ def _conditions(
     assumed = [
         "times are closed forms; servers have nodes of their own; no gradients were computed for a loss curve"
     ]
-    law: ComputeLaw | tuple[float, ...]
+    law: Any
     if request.compute is not None:
-        given = parse(request.compute, "compute")
-        assert isinstance(given, ComputeLaw)
-        law = given
+        law = parse(request.compute, "compute")
     else:
         assert probed is not None
         law = probed.steps_s
@@ -319,7 +316,7 @@ def _conditions(
     assumed += [says[key] for key, value in values.items() if value is None]
     if request.ranks_per_node is None:
         assumed.append("every worker has a node of its own (--ranks-per-node)")
-    inside, between = _links(request)
+    inside, between, together = _links(request)
     number = {key: value or 0.0 for key, value in values.items()}
     return (
         Conditions(
@@ -329,6 +326,7 @@ def _conditions(
             num_bytes=weights.gradients,
             inside=inside,
             between=between,
+            together=together,
             workers_per_node=request.ranks_per_node or 1,
             apply_s=number["apply_s"],
             read_s=number["read_s"],

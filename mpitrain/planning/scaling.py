@@ -3,7 +3,7 @@
     one device          B / (T + read)
     allreduce, sync     N B / (E[max of N times] + read + exposed communication)
     backup              k B / (E[k-th smallest of N times] + read + servers)
-    async               min(N B / (T + read + messages), each server's link, nodes' links, servers' updates)
+    async               B closed_rate(N, T + read + latencies, the server's link in and out, updates), or nodes' links
     localsgd(H)         N H B / (E[max of N sums of H times] + H read + allreduce)
 
 A strategy without such a form is run in virtual time (`virtual_runs.py`).
@@ -25,8 +25,9 @@ from mpitrain.mpi.allreduce_plan import AUTO, Transport, pinned
 from mpitrain.mpi.process_group.algorithm_choice import choose
 from mpitrain.simulation.step_costs import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from mpitrain.strategies.base import Strategy
-from mpitrain.virtual.collectives import LinkCost, allreduce_cost
+from mpitrain.virtual.collectives import allreduce_cost
 from mpitrain.virtual.compute import ComputeLaw, WorkerTimes
+from mpitrain.virtual.message_law import LinkCost, closed_rate
 from mpitrain.virtual.network import Cluster, Ideal, Link, NetworkLaw
 
 DRAWS, MOST_DRAWS = 300, 60_000  # steps for an order statistic, and times drawn for all of its workers
@@ -59,6 +60,11 @@ class Times:
         drawn = [second for worker in range(16) for second in self.of(worker, DRAWS)]
         return float(sum(drawn) / len(drawn))
 
+    def means_s(self, num_workers: int) -> list[float]:
+        """Of one batch of each worker."""
+        count = max(20, min(DRAWS, MOST_DRAWS // num_workers))
+        return [sum(self.of(worker, count)) / count for worker in range(num_workers)]
+
     def order_s(self, accepted: int, num_workers: int, period: int = 1) -> float:
         """Mean time until `accepted` of the workers have computed `period` batches."""
         count = max(20, min(DRAWS, MOST_DRAWS // num_workers)) // period * period or period
@@ -76,7 +82,8 @@ class Conditions:
         times: of batches of `batch` samples; those of smaller ones are `fixed` of it, and the rest by the samples.
         batch: samples per worker and step.
         num_bytes: of the gradients of all parameters, and of the parameters.
-        inside, between: links within a node, and between two nodes.
+        inside, between: links within a node, and between two nodes; together: between nodes that all send at once,
+            where each of them gets less then.
         workers_per_node: that share the node's link.
         apply_s: a server's update with one whole gradient, divided by the servers; read_s: reading of a batch that is
             not hidden behind computing; validate_s: a whole validation on one rank, which no throughput counts.
@@ -90,6 +97,7 @@ class Conditions:
     num_bytes: int
     inside: LinkCost = LinkCost()
     between: LinkCost = LinkCost()
+    together: LinkCost | None = None
     workers_per_node: int = 1
     apply_s: float = 0.0
     read_s: float = 0.0
@@ -109,17 +117,24 @@ class Conditions:
         one_s = period * self.times.mean_s if even else self.times.order_s(accepted, num_workers, period)
         return one_s * self.scale(batch) + period * self.read_s * batch / self.batch
 
+    def cycle_s(self, num_workers: int, batch: float) -> float:
+        """Computing and reading of a batch by workers that wait for nobody, of whom the slow ones do fewer."""
+        means = [self.times.mean_s] if self.even else self.times.means_s(num_workers)
+        scale, read_s = self.scale(batch), self.read_s * batch / self.batch
+        return len(means) / sum(1 / (one_s * scale + read_s) for one_s in means)
+
     def allreduce_s(self, num_workers: int, num_bytes: int) -> float:
         """By the algorithm that a run would take."""
         nodes = [
             list(range(first, min(first + self.workers_per_node, num_workers)))
             for first in range(0, num_workers, self.workers_per_node)
         ]
-        link = self.between if len(nodes) > 1 else self.inside
+        between = self.together or self.between
+        link = between if len(nodes) > 1 else self.inside
         transport = Transport.modelled(link.alpha_s, link.beta_s)
         algorithm = choose(num_bytes, nodes, transport, pinned() or AUTO)
         sizes = [len(node) for node in nodes]
-        return allreduce_cost(algorithm, sizes, num_bytes, self.inside, self.between).seconds
+        return allreduce_cost(algorithm, sizes, num_bytes, self.inside, between).seconds
 
 
 class Virtual(NamedTuple):
@@ -191,19 +206,25 @@ def throughput(
         accepted = num_workers - setting.spare
         step_s = conditions.step_s(accepted, num_workers, batch) + _gather_s(setting, conditions, num_workers)
         return accepted * batch / step_s
-    cycle_s = conditions.step_s(1, 1, batch)
-    heavier = max(setting.push, setting.reply) * conditions.num_bytes
-    both = (setting.push + setting.reply) * conditions.num_bytes
-    cycle_s += 2 * conditions.between.alpha_s + both * conditions.between.beta_s
-    cycle_s += conditions.apply_s / setting.servers
-    rates = [num_workers / cycle_s]
-    if conditions.between.beta_s:
-        rates.append(setting.servers / (heavier * conditions.between.beta_s))
-        num_nodes = -(-num_workers // conditions.workers_per_node)
-        rates.append(num_nodes / (heavier * conditions.between.beta_s))
-    if conditions.apply_s:
-        rates.append(setting.servers / conditions.apply_s)
-    return min(rates) * batch
+    return _async_rate(setting, conditions, num_workers, batch) * batch
+
+
+def _async_rate(setting: Setting, conditions: Conditions, num_workers: int, batch: float) -> float:
+    """Batches a second of workers that wait for nobody: they compute and send, and queue for the servers' links, in
+    and out, and for their updates. Of several servers each has its part of every message, at once with the others."""
+    link, num_bytes, servers = conditions.between, conditions.num_bytes, setting.servers
+    sizes = (
+        setting.push * num_bytes / servers,
+        setting.reply * num_bytes / servers,
+    )  # of a message to one server
+    stations_s = [link.role_bytes(one) * link.beta_s for one in sizes] + [conditions.apply_s / servers]
+    # what an exchange takes besides its time at the stations: latencies, and the parts for the other servers
+    alone_s = sum(link.role_s(one) - link.role_bytes(one) * link.beta_s for one in sizes)
+    alone_s += (servers - 1) * sum(stations_s[:2])
+    rate = closed_rate(num_workers, conditions.cycle_s(num_workers, batch) + alone_s, stations_s)
+    heavier_s = max(stations_s[:2])
+    num_nodes = -(-num_workers // conditions.workers_per_node)
+    return min(rate, num_nodes / (servers * heavier_s)) if heavier_s else rate
 
 
 def _exposed_s(conditions: Conditions, num_workers: int, batch: float) -> float:
@@ -226,14 +247,13 @@ def bucket_bytes(num_bytes: int) -> list[int]:
 
 
 def _gather_s(setting: Setting, conditions: Conditions, num_workers: int) -> float:
-    """Pushes to the servers, an update with each, and replies, over the slower of servers' and nodes' links. Who is
-    replied to first pushes first, so that pushes and replies are under way at once but for one of them."""
+    """Pushes to the servers, an update with each, and replies, over the slower of servers' and nodes' links."""
     num_nodes = -(-num_workers // conditions.workers_per_node)
-    copies = max(num_workers / setting.servers, num_workers / num_nodes)
-    lighter, heavier = sorted((setting.push, setting.reply))
-    num_bytes = (copies * heavier + lighter / setting.servers) * conditions.num_bytes
-    seconds = 2 * conditions.between.alpha_s + num_bytes * conditions.between.beta_s
-    return seconds + num_workers * conditions.apply_s / setting.servers
+    copies = max(num_workers, num_workers * setting.servers / num_nodes)
+    push, reply = (one * conditions.num_bytes / setting.servers for one in (setting.push, setting.reply))
+    return (
+        conditions.between.gather_s(copies, push, reply) + num_workers * conditions.apply_s / setting.servers
+    )
 
 
 # ---- what holds it back
@@ -242,20 +262,23 @@ Removal = Callable[[Conditions], Conditions]
 
 
 def _without_bandwidth(conditions: Conditions) -> Conditions:
-    inside, between = (link._replace(beta_s=0.0) for link in (conditions.inside, conditions.between))
-    return replace(conditions, inside=inside, between=between, network=_without(conditions.network, _RATES))
+    return _with_links(conditions, _RATES, beta_s=0.0)
 
 
 def _without_latency(conditions: Conditions) -> Conditions:
-    links = (link._replace(alpha_s=0.0, post_s=0.0) for link in (conditions.inside, conditions.between))
-    inside, between = links
-    return replace(
-        conditions, inside=inside, between=between, network=_without(conditions.network, _LATENCIES)
-    )
+    return _with_links(conditions, _LATENCIES, alpha_s=0.0, post_s=0.0)
+
+
+def _with_links(conditions: Conditions, network: dict[str, float], **changes: float) -> Conditions:
+    """With other links in the formulas, and other ones in what is run."""
+    inside, between = (link._replace(**changes) for link in (conditions.inside, conditions.between))
+    together = conditions.together and conditions.together._replace(**changes)
+    law = _without(conditions.network, network)
+    return replace(conditions, inside=inside, between=between, together=together, network=law)
 
 
 _RATES = {
-    "gbit_per_s": 1e9, "local_gbit_per_s": 1e9, "device_gbit_per_s": 0.0, "nodes_per_switch": 0,
+    "gbit_per_s": 1e9, "local_gbit_per_s": 1e9, "device_gbit_per_s": 0.0, "busy_gbit_per_s": 0.0, "nodes_per_switch": 0,
     "oversubscription": 1.0,
 }  # fmt: skip
 _LATENCIES = {"latency_s": 0.0, "local_latency_s": 0.0}

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from mpitrain.mpi.allreduce_plan import AUTO, Transport, pinned
 from mpitrain.mpi.process_group.algorithm_choice import adds_up, choose, index_bytes
 from mpitrain.virtual.all_reduces import AllReduces, Reduce
-from mpitrain.virtual.collectives import Cost, LinkCost, allgather, allreduce_cost, reduce_scatter
+from mpitrain.virtual.collectives import Cost, allgather, allreduce_cost, reduce_scatter
 from mpitrain.virtual.link_costs import link_cost
+from mpitrain.virtual.message_law import LinkCost
 from mpitrain.virtual.network import NetworkLaw
 
 

@@ -25,30 +25,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-POST_S = 50e-6  # what posting and completing one message of the direct algorithm costs over MPI
+from mpitrain.virtual.message_law import LinkCost
+
 SHORT_BYTES = 2048  # up to here a library doubles, beyond it halves and doubles (MPICH's rule)
-
-
-class LinkCost(NamedTuple):
-    """What a message between two ranks costs.
-
-    Args:
-        alpha_s: seconds a message.
-        beta_s: seconds a byte on the wire.
-        gamma_s: seconds a byte that is added.
-        post_s: seconds of the processor a message of the direct algorithm.
-        eager_bytes: longer messages wait until their receiver has answered; 0: none does.
-    """
-
-    alpha_s: float = 0.0
-    beta_s: float = 0.0
-    gamma_s: float = 0.0
-    post_s: float = 0.0
-    eager_bytes: int = 0
-
-    def start_s(self, num_bytes: int) -> float:
-        """Seconds until the first byte of a message is there."""
-        return (3 if 0 < self.eager_bytes < num_bytes else 1) * self.alpha_s
 
 
 class Cost(NamedTuple):

@@ -5,7 +5,7 @@ Invariants: links are idle; nothing is sent.
 
 from __future__ import annotations
 
-from mpitrain.virtual.collectives import POST_S, LinkCost
+from mpitrain.virtual.message_law import POST_S, LinkCost
 from mpitrain.virtual.network import ALL_NODES, Cluster, Ideal, Link, Links, MeasuredNetwork, NetworkLaw
 
 _PROBE_BYTES = 1 << 20
@@ -22,7 +22,7 @@ def link_cost(network: NetworkLaw, source: int = 0, to: int = 1, num_nodes: int 
         hops = network.path(Links(num_nodes=num_nodes), source, to)
         alpha_s = sum(hop.latency_s for hop in hops)
         rates = [hop.rate / (num_nodes if hop.link == ALL_NODES else 1) for hop in hops]
-        return LinkCost(alpha_s, 1 / min(rates), post_s=POST_S, eager_bytes=network.eager_bytes)
+        return LinkCost(alpha_s, 1 / min(rates), 0.0, POST_S, network.eager_bytes, network.shares_fairly)
     empty_s = network.arrival_s(Links(), 0.0, source, to, 0)
     whole_s = network.arrival_s(Links(), 0.0, source, to, _PROBE_BYTES)
     return LinkCost(empty_s, (whole_s - empty_s) / _PROBE_BYTES, post_s=POST_S)

@@ -22,9 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.messages import Lost
-
-# A clear to send: Open MPI's acknowledgement, 32 bytes, in an Ethernet frame with the headers of TCP and IP.
-CONTROL_BYTES = 110
+from mpitrain.virtual.message_law import CONTROL_BYTES
 
 
 @dataclass(frozen=True)

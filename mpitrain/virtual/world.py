@@ -47,6 +47,7 @@ from mpitrain.system.trace import COMMUNICATION, active
 from mpitrain.virtual.all_reduces import AllReduces
 from mpitrain.virtual.compute import ComputeLaw, WorkerTimes
 from mpitrain.virtual.fair_sharing import Flows
+from mpitrain.virtual.message_law import HEADER_BYTES
 from mpitrain.virtual.network import Links, NetworkLaw
 from mpitrain.virtual.outages import Outages
 from mpitrain.virtual.rendezvous import Clear, Header, Rendezvous
@@ -56,9 +57,6 @@ DEADLY = ("kill", "segv", "raise")  # the others of `--inject` fall silent
 MOST_LOOKS = 100_000  # of those who wait, while nothing happens but that somebody is silent
 MOST_NAMED = 16  # ranks in the report of a deadlock
 _CHANGES_NOTHING = Alive | Assist | Measured  # of what a worker computes
-HEADER_BYTES = (
-    160  # what a message costs on the wire beside its payload: the size of mpi/message_header.py's header
-)
 
 
 class _Process:

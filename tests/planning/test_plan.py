@@ -16,9 +16,10 @@ from mpitrain.planning.scaling import (
     throughput,
 )
 from mpitrain.simulation.collective_costs import Collectives
-from mpitrain.virtual.collectives import LinkCost, rabenseifner
+from mpitrain.virtual.collectives import rabenseifner
 from mpitrain.virtual.compute import Constant, Exponential
 from mpitrain.virtual.link_costs import link_cost
+from mpitrain.virtual.message_law import LinkCost
 from mpitrain.virtual.network import Cluster
 from mpitrain.virtual.serial_fraction import fit_serial_fraction
 from tests.ranks import find_mpi, run_ranks
@@ -69,8 +70,8 @@ def test_what_holds_a_strategy_back_is_the_term_that_was_made_slow(setting, give
 
 def test_a_servers_link_caps_asynchronous_workers_at_the_closed_form():
     slow = conditions(between=LinkCost(0.0, 1e-7))  # 0.1 s a message, so 10 updates a second
-    assert throughput(ASYNC, slow, 64) == pytest.approx(320)
-    assert throughput(ASYNC, slow, 1) == pytest.approx(32 / (0.1 + 0.2))
+    assert 320 * 64 / 66 < throughput(ASYNC, slow, 64) < 320  # so all but two of the workers wait at the link
+    assert throughput(ASYNC, slow, 1) == pytest.approx(32 / (0.1 + 0.2), rel=1e-3)  # but for headers
 
 
 def test_an_allreduce_that_nothing_hides_costs_its_formula():
