@@ -7,7 +7,7 @@
 brings the hosts up, starts the program's ranks on them over TCP by the `mpirun` beside this Python or on PATH, and
 takes the hosts down again. `hosts.py down` cleans up after a kill. Rates are tc's: 100mbit, 1gbit. Each host has a
 host name of its own, so MPI and mpitrain take them for nodes. `tc tbf` limits both directions of every link; latency
-is what the kernel has, some 50 us.
+is what the kernel has, some 50 us. MPITRAIN_HOSTS_SET=1 makes a set of its own, beside those of another number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import sys
 from pathlib import Path
 
 MAX_HOSTS = 16
-BRIDGE, SUBNET = "mtbr0", "10.78.0"
+# Several sets of hosts at once: each has its number, which is that of a subnet, too.
+SET = int(os.environ.get("MPITRAIN_HOSTS_SET", "0"))
+BRIDGE, SUBNET, PREFIX = f"mtbr{SET}", f"10.78.{SET}", f"mt{SET}" if SET else "mt"
 
 
 def sh(command: str, check: bool = True) -> None:
@@ -37,7 +39,7 @@ def up(num_hosts: int, rate: str, burst: str = "64kb") -> None:
     sh(f"ip addr add {SUBNET}.254/24 dev {BRIDGE}")
     sh(f"ip link set {BRIDGE} up")
     for index in range(num_hosts):
-        host, port = f"mth{index}", f"mtv{index}"
+        host, port = f"{PREFIX}h{index}", f"{PREFIX}v{index}"
         sh(f"ip netns add {host}")
         sh(f"ip link add {port} type veth peer name eth0 netns {host}")
         sh(f"ip link set {port} master {BRIDGE} up")
@@ -52,8 +54,8 @@ def up(num_hosts: int, rate: str, burst: str = "64kb") -> None:
 def down() -> None:
     """Remove what `up` made."""
     for index in range(MAX_HOSTS):
-        sh(f"ip link del mtv{index}", check=False)
-        sh(f"ip netns del mth{index}", check=False)
+        sh(f"ip link del {PREFIX}v{index}", check=False)
+        sh(f"ip netns del {PREFIX}h{index}", check=False)
     sh(f"ip link del {BRIDGE}", check=False)
 
 
@@ -64,8 +66,20 @@ def address(index: int) -> str:
 
 def enter(index: int, command: list[str]) -> list[str]:
     """The command, inside that host and with its name."""
-    script = f'hostname mth{index}; exec "$@"'
-    return ["ip", "netns", "exec", f"mth{index}", "unshare", "--uts", "bash", "-c", script, "bash", *command]
+    script = f'hostname {PREFIX}h{index}; exec "$@"'
+    return [
+        "ip",
+        "netns",
+        "exec",
+        f"{PREFIX}h{index}",
+        "unshare",
+        "--uts",
+        "bash",
+        "-c",
+        script,
+        "bash",
+        *command,
+    ]
 
 
 def run(slots: list[int], program: list[str]) -> int:

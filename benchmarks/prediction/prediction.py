@@ -78,23 +78,23 @@ def injections(spread: str) -> tuple[str, ...]:
     return (f"stall(worker={SLOW_WORKER}, chance=1.0, seconds={extra_s:g})",) if spread == "one slow" else ()
 
 
-def num_workers(strategy: str) -> int:
+def num_workers(strategy: str, hosts: int = HOSTS) -> int:
     """Of the ranks that servers leave."""
     from mpitrain.strategies.base import ServerStrategy
     from mpitrain.values import parse
 
     found = parse(strategy, "strategy")
-    return HOSTS - found.num_servers() if isinstance(found, ServerStrategy) else HOSTS
+    return hosts - found.num_servers() if isinstance(found, ServerStrategy) else hosts
 
 
-def on_hosts(rate: str, *program: str) -> None:
+def on_hosts(rate: str, *program: str, hosts: int = HOSTS) -> None:
     """Run a program on the hosts, a rank on each."""
     command = [
         sys.executable,
         str(ROOT / "benchmarks" / "measuring" / "hosts.py"),
         "run",
         "--hosts",
-        str(HOSTS),
+        str(hosts),
         "--rate",
         rate,
         "--burst",
