@@ -2,9 +2,12 @@
 its row. No figure of time is looked at.
 """
 
+import dataclasses
 import importlib
 import json
 import math
+import shutil
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -49,6 +52,7 @@ BY_HAND = {
     "ensemble",
     "gpu",
     "growth",
+    "held_out",
     "job_tables",
     "literature",
     "memory",
@@ -320,6 +324,58 @@ def test_a_prediction_is_judged_by_its_errors_and_by_its_choice(monkeypatch):
     text = prediction.compare(rows)
     assert "10.0 % of 2 runs" in text and "9.1 % slower" in text and text.endswith("0 of 1")
     assert prediction.medians([{"sample_s": 1.0, "to_target_s": None}] * 2)["to_target_s"] is None
+
+
+def test_every_round_of_a_prediction_is_judged_by_what_was_predicted_before(monkeypatch):
+    monkeypatch.syspath_prepend(QUESTIONS["prediction"].parent)
+    prediction = importlib.import_module("prediction")
+    kinds = ["measured", "predicted", "measured", "measured", "predicted", "measured"]
+    rows = [{"kind": kind, "rate": "50mbit", "spread": "even", "at": at} for at, kind in enumerate(kinds)]
+    found = [[(one["at"], other["at"]) for one, other in pairs] for pairs in prediction.rounds(rows)]
+    assert found == [[(1, 2)], [(1, 3)], [(4, 5)]]  # two runs of one prediction are two rounds
+
+
+def held_out_row(number, rule, kind, **figures):
+    made = {name: {"sample_s": seconds[0], "to_target_s": seconds[1]} for name, seconds in figures.items()}
+    return {"kind": kind, "condition": {"number": number}, "rule": rule, **made}
+
+
+def test_a_held_out_cell_stands_as_it_was_run_first_and_the_choice_is_judged_of_whole_conditions(monkeypatch):
+    monkeypatch.syspath_prepend(QUESTIONS["held_out"].parent)
+    verdict = importlib.import_module("held_out_verdict")
+    rules = [f"rule {number}" for number in range(12)]
+    rows = []
+    for place, rule in enumerate(rules):
+        said = (1.2, 10.0 + place)
+        rows.append(held_out_row(1, rule, "predicted", simulate=said, plan=(1.0, 20.0 - place)))
+        rows.append(held_out_row(1, rule, "measured", measured=(1.0, 10.0 + place if place else None)))
+        rows.append(
+            held_out_row(1, rule, "measured", measured=(99.0, 99.0))
+        )  # run again, which does not count
+    rows.append(held_out_row(2, rules[0], "measured", measured=(1.0, 1.0)))  # not predicted, and alone
+    found = verdict.verdict(rows, "simulate")
+    assert found["step"] == pytest.approx(0.2) and found["num_steps"] == 12
+    assert found["target"] == 0.0 and found["num_targets"] == 11  # of those that reached it
+    assert verdict.right_rules(rows) == {1: {"rule 1"}}
+    assert found["num_right"] == 0 and found["num_conditions"] == 1  # it named rule 0, which misses
+    assert verdict.verdict(rows, "plan")["num_right"] == 0 and verdict.chosen(rows, "plan") == {1: "rule 11"}
+    assert verdict.always(rows) == ("rule 1", 1)
+    assert "wanted: 7 of 8" in verdict.sentence(rows, "plan")
+
+
+def test_held_out_conditions_are_those_of_the_commit_that_holds_the_model(monkeypatch):
+    monkeypatch.syspath_prepend(QUESTIONS["held_out"].parent)
+    conditions = importlib.import_module("held_out_conditions")
+    commit, seed, drawn = conditions.published()
+    assert seed == conditions.seed_of(commit) != conditions.seed_of(commit[::-1])
+    told = json.loads(conditions.SEED_FILE.read_text())["conditions"]
+    assert [dataclasses.asdict(one) for one in drawn] == told and len(drawn) == 8
+    assert [one.job for one in drawn] == 2 * ["cnn", "charnn", "nmt", "ranking"]
+    if shutil.which("git") and (ROOT / ".git").exists():
+        path = "benchmarks/prediction/held_out_conditions.py"
+        held = subprocess.run(["git", "show", f"{commit}:{path}"], cwd=ROOT, capture_output=True, text=True)
+        if held.returncode == 0:  # a shallow checkout does not have it
+            assert held.stdout == (ROOT / path).read_text()  # what draws has not changed since
 
 
 def check_server(out, rows):

@@ -14,7 +14,10 @@ from docs.markdown import table
 from pages.rows import Row, one, origin, rows_of, shown, spread
 
 sys.path.insert(0, str(ROOT / "benchmarks" / "prediction"))
-from prediction import SHARINGS, STEP_ERROR, TARGET_ERROR, judged, newest
+from held_out_conditions import Condition
+from held_out_conditions import published as published_seed
+from held_out_verdict import MODELS, NUM_CELLS, always, cells_of, chosen, errors, right_rules, sentence
+from prediction import CHOICE, SHARINGS, STEP_ERROR, TARGET_ERROR, judged, newest, rounds
 
 
 def virtual_speed() -> str:
@@ -82,8 +85,45 @@ def _pairs(sharing: str) -> list[tuple[Row, Row]]:
     return found
 
 
+_TRAINING = (
+    "**This is the training set.** These twelve rules under these six conditions have been looked at while the model "
+    "was made better, so the errors below are those of a fit, also in rounds that were predicted first. What the model "
+    "says of conditions that it has not seen stands under [held_out](#held_out). All rounds that were run, each with "
+    "the prediction before it:"
+)
+
+
+def _rounds() -> str:
+    """All rounds of the training set, a line each."""
+    head = (
+        "run from",
+        "commit",
+        "predicted at",
+        "links",
+        "conditions",
+        "step, mean",
+        "target, median",
+        "right rule",
+    )
+    body = []
+    for sharing in SHARINGS:
+        for pairs in rounds(list(rows_of("prediction")), sharing):
+            found = judged(pairs)
+            rules = [rule for one in found for rule in one["rules"].values()]
+            steps = [abs(rule["step"]) for rule in rules]
+            targets = [abs(rule["target"]) for rule in rules if rule["target"] is not None]
+            run, said = (
+                ", ".join(dict.fromkeys(pair[which]["commit"] for pair in pairs)) for which in (1, 0)
+            )
+            median = f"{100 * statistics.median(targets):.0f} %" if targets else "-"
+            right = f"{sum(one['loss'] <= CHOICE for one in found)} of {len(found)}"
+            mean = f"{100 * statistics.mean(steps):.1f} %"
+            body.append((pairs[0][1]["date"], run, said, sharing, str(len(pairs)), mean, median, right))
+    return table(head, *sorted(body))
+
+
 def prediction() -> str:
-    texts = []
+    texts = [_TRAINING, _rounds(), "The newest run of each condition:"]
     for sharing in SHARINGS:
         conditions = judged(_pairs(sharing))
         if not conditions:
@@ -130,7 +170,68 @@ def prediction() -> str:
     return "\n\n".join([*texts, origin(*sorted(rows, key=lambda row: row["date"])[-1:], *replayed.values())])
 
 
+def held_out() -> str:
+    """The held-out set: what was drawn, predicted and run, and what is judged of it."""
+    rows = list(rows_of("held_out"))
+    drawn = published_seed()
+    assert drawn is not None, "rows of held_out without a seed"
+    commit, seed, conditions = drawn
+    measured = cells_of(rows, "measured")
+    shown("held_out", *measured.values())
+    how = (
+        f"The conditions were drawn by the seed {seed}, the hash of commit {commit[:9]}, which holds the model and the "
+        "drawing; the next commit published it, and those after it the predictions. Each cell was run once, of three "
+        f"seeds (medians); computing is emulated. **{len(measured)} of {NUM_CELLS} cells run.**"
+    )
+    texts = [
+        how,
+        "\n".join(f"- {one.title()}" for one in conditions),
+        *(_errors(rows, conditions, model) for model in MODELS),
+        _choices(rows, conditions),
+    ]
+    if len(measured) < NUM_CELLS:
+        texts.append("`held_out.py run --record` runs the cells that are left, and no other.")
+    newest_rows = {row["commit"]: row for row in measured.values()}
+    return "\n\n".join([*texts, origin(*newest_rows.values())])
+
+
+def _errors(rows: list[Row], conditions: list[Condition], model: str) -> str:
+    """Tables of a model's errors, by rule and condition, and the sentence that judges them."""
+    rules = list(dict.fromkeys(key[1] for key in cells_of(rows, "predicted")))
+    texts = []
+    for figure, name in (("sample_s", "step time"), ("to_target_s", "time to the target")):
+        found = errors(rows, model, figure)
+        head = (f"`{model}` over measured, {name}", *(str(one.number) for one in conditions))
+        body = [
+            (f"`{rule}`", *(_percent(found.get((one.number, rule))) for one in conditions)) for rule in rules
+        ]
+        texts.append(table(head, *body))
+    return "\n\n".join([*texts, sentence(rows, model)])
+
+
+def _percent(error: float | None) -> str:
+    return "-" if error is None else f"{100 * error:+.0f} %"
+
+
+def _choices(rows: list[Row], conditions: list[Condition]) -> str:
+    """Which rule was right, and which were predicted to be."""
+    right, named = right_rules(rows), {model: chosen(rows, model) for model in MODELS}
+    head = ("condition", "right (within 5 %)", *(f"`{model}` names" for model in MODELS))
+    body = [
+        (
+            str(one.number),
+            ", ".join(f"`{rule}`" for rule in sorted(right.get(one.number, ()))) or "not known yet",
+            *(f"`{named[model].get(one.number, '-')}`" for model in MODELS),
+        )
+        for one in conditions
+    ]
+    rule, count = always(rows)
+    told = f"Always naming `{rule}` would have been right in {count} of {len(right)} conditions."
+    return table(head, *body) + "\n\n" + told
+
+
 _AS_ROOT = "sudo .venv/bin/python benchmarks/prediction/prediction.py"
+_HELD_OUT = "sudo .venv/bin/python benchmarks/prediction/held_out.py"
 
 PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "virtual_speed": (["python benchmarks/virtual_speed.py"], virtual_speed),
@@ -143,5 +244,13 @@ PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
             f"{_AS_ROOT} replay",
         ],
         prediction,
+    ),
+    "held_out": (
+        [
+            f"{_HELD_OUT} predict --record",
+            f"{_HELD_OUT} run --record",
+            "python benchmarks/prediction/held_out.py compare",
+        ],
+        held_out,
     ),
 }

@@ -308,6 +308,22 @@ def newest(rows: list[dict], sharing: str = SHARINGS[0]) -> list[tuple[dict, dic
     return list(pairs.values())
 
 
+def rounds(rows: list[dict], sharing: str = SHARINGS[0]) -> list[list[tuple[dict, dict]]]:
+    """(predicted, measured) of every round of runs in their order, each row with the prediction before it. A round ends
+    where a condition comes again."""
+    predicted: dict[tuple[str, str], dict] = {}
+    found: list[dict[tuple[str, str], tuple[dict, dict]]] = [{}]
+    for row in rows:
+        key = row["rate"], row.get("spread")
+        if row["kind"] == "predicted" and row.get("sharing", SHARINGS[0]) == sharing:
+            predicted[key] = row
+        elif row["kind"] == "measured" and key in predicted:
+            if key in found[-1]:
+                found.append({})
+            found[-1][key] = predicted[key], row
+    return [list(one.values()) for one in found if one]
+
+
 def judged(pairs: list[tuple[dict, dict]]) -> list[dict]:
     """Of each condition: errors of every rule, and the choice."""
     found = []
