@@ -9,8 +9,9 @@ environment is made in pieces below `build/matrix/`, of which each is done once:
 with the sections of tests that are still to run. One environment is on the disk at a time; it goes when its row is
 written. What the tests have printed lies in `build/matrix/logs/`.
 
-The newest torch is what pip takes on this machine where nothing is said, whatever the index has beyond. Debian's MPIs
-are unpacked in the row's own folder, and found by variables that its processes alone have: nothing is installed.
+The newest torch is what pip takes on this machine where nothing is said, whatever the index has beyond: a cap that the
+machine's pip has is lifted by PIP_CONFIG_FILE=/dev/null. Debian's MPIs are unpacked in the row's own folder, and found
+by variables that its processes alone have: nothing is installed.
 """
 
 from __future__ import annotations

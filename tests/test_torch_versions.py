@@ -26,9 +26,9 @@ start()
         ("2.8.0", ""),
         ("2.8.0+cu128", ""),
         ("2.10.0a0+git1234", ""),
-        ("2.14.9", ""),
+        ("2.15.9", ""),
         ("2.7.1", "older"),
-        ("2.15.0", "newer"),
+        ("2.16.0", "newer"),
         ("3.0", "newer"),
         ("10.1.0+rocm9", "newer"),
     ],
@@ -37,7 +37,7 @@ def test_versions_outside_what_was_tried_are_said(text, word):
     line = torch_versions.untried(text)
     assert bool(line) == bool(word) and word in line
     if word:
-        assert text in line and "2.8 to 2.14" in line and "\n" not in line
+        assert text in line and "2.8 to 2.15" in line and "\n" not in line
 
 
 def test_one_line_a_launch_and_it_goes_on(tmp_path):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from mpitrain.torch_backend import BACKEND
 from mpitrain.torch_versions import c10d_in_cpp as c10d
-from mpitrain.torch_versions import knows_python_backends, num_dispatch_modes
+from mpitrain.torch_versions import knows_python_backends, num_dispatch_modes, record_only_if_asked
 
 IS_KNOWN = knows_python_backends()
 _CUSTOM = dist.ProcessGroup.BackendType.CUSTOM
@@ -86,6 +86,7 @@ def put_into(group: Any) -> _Inside:
 def let_torch_see(kind: type[Any]) -> None:
     """Have the collectives of this class of groups take torch's road while somebody looks."""
     kind._is_observed = False
+    record_only_if_asked(BACKEND)
     for name, others in _OPERATIONS.items():
         own = getattr(kind, name)
         setattr(_Inside, name, _carried(own))
@@ -151,11 +152,13 @@ def _registering(name: str) -> Callable[..., Any]:
     return register
 
 
-def _attaching(original: Callable[[Any], Any], kind: type[Any]) -> Callable[[Any], Any]:
+def _attaching(original: Callable[..., Any], kind: type[Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def attach(group: Any) -> Any:
+    def attach(
+        group: Any, *arguments: Any, **named: Any
+    ) -> Any:  # 2.15 tells a hook the ranks of the world, too
         if isinstance(group, kind):
             group._is_observed = True
-        return original(group)
+        return original(group, *arguments, **named)
 
     return attach

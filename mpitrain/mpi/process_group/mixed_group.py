@@ -33,8 +33,8 @@ class MixedGroup(MpiProcessGroup):
     """Ours on some types of device, `others` (torch's own group of the other backends) on the rest; `use` names them
     both once the group is made."""
 
-    _others: dist.ProcessGroup
-    _our_types: frozenset[str]
+    _others: Any = None
+    _our_types: frozenset[str] = frozenset()
 
     def use(self, others: dist.ProcessGroup, our_types: frozenset[str]) -> None:
         """Hand over to `others` what lies on a device of another type than these."""
@@ -42,7 +42,8 @@ class MixedGroup(MpiProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in sorted(self._our_types)] + list(self._others._device_types)
+        theirs = [] if self._others is None else list(self._others._device_types)  # 2.15 asks before `use`
+        return [torch.device(kind) for kind in sorted(self._our_types)] + theirs
 
     def _get_backend(self, device: torch.device) -> Any:
         return self if torch.device(device).type in self._our_types else self._others._get_backend(device)
