@@ -52,7 +52,7 @@ MEASUREMENT = Measurement(
 
 HERE = Path(__file__).resolve().parent
 JOB = HERE / "held_out_job.py"
-RUN_SEEDS = (1, 2, 3)
+ROUNDS = 3
 VALIDATIONS_EVERY = 2  # steps of all workers
 LAUNCH_S = 1200  # after which a launch has hung; what it has run stands
 SOURCES = {
@@ -239,7 +239,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="draw other conditions, for trying")
     parser.add_argument("--only", type=int, nargs="+", help="conditions, by number")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
-    parser.add_argument("--run-seeds", type=int, nargs="+", default=list(RUN_SEEDS))
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help="runs of each cell, with the seeds 1, 2, ..."
+    )
     parser.add_argument("--folder", type=Path, help="keep data and what the doctor has measured here")
     options = parser.parse_args()
     if options.what == "publish":
@@ -258,7 +260,7 @@ def main() -> int:
     if os.geteuid() != 0:
         parser.error("network namespaces need root")
     conditions = [one for one in drawn[2] if not options.only or one.number in options.only]
-    strategies, seeds = tuple(options.strategies), tuple(options.run_seeds)
+    strategies, seeds = tuple(options.strategies), tuple(range(1, options.rounds + 1))
     with tempfile.TemporaryDirectory(prefix="held-out-") as scratch:
         folder = options.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -278,7 +280,7 @@ def main() -> int:
             elif options.what == "predict" and left:
                 predict(condition, folder, seeds, left)
             elif left:
-                words = ["--run-seeds", *map(str, seeds)] + (["--record"] if "--record" in sys.argv else [])
+                words = ["--rounds", str(options.rounds)] + (["--record"] if "--record" in sys.argv else [])
                 words += ["--seed", str(options.seed)] if options.seed is not None else []
                 run(condition, folder, left, words)
     return 0

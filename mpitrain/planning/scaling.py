@@ -269,7 +269,7 @@ def _without_latency(conditions: Conditions) -> Conditions:
     return _with_links(conditions, _LATENCIES, alpha_s=0.0, post_s=0.0)
 
 
-def _with_links(conditions: Conditions, network: dict[str, float], **changes: float) -> Conditions:
+def _with_links(conditions: Conditions, network: dict[str, float], **changes: Any) -> Conditions:
     """With other links in the formulas, and other ones in what is run."""
     inside, between = (link._replace(**changes) for link in (conditions.inside, conditions.between))
     together = conditions.together and conditions.together._replace(**changes)
