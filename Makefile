@@ -26,6 +26,8 @@
 #   make chaos              kill workers and writers at random and count what is lost, an hour or more
 #                                                                    (options: make chaos ARGS="--kills 20 --record")
 #   make evidence-check     name the rows of benchmarks/results that the documentation shows and that are dirty or old
+#   make opponents          measure libraries that read data, each in an environment of its own, beside our shards
+#                                                                    (options: make opponents ARGS="--only lance -- --record")
 #   make hostile            read files made to do harm, and good ones with random damage, some minutes
 #                                                                    (options: make hostile ARGS="--seeds 50 --record")
 #   make mutants            plant 200 small faults, one at a time, and count those that the tests see; hours, in pieces
@@ -60,7 +62,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help evidence-check train test test-oldest test-matrix test-mpich test-intel test-torch clients gpu gpu-rows tables pairs extended coverage chaos hostile mutants price docs pages site slurm lint lint-style lint-types lint-duplicates format clean
+.PHONY: help opponents evidence-check train test test-oldest test-matrix test-mpich test-intel test-torch clients gpu gpu-rows tables pairs extended coverage chaos hostile mutants price docs pages site slurm lint lint-style lint-types lint-duplicates format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -168,6 +170,9 @@ coverage: $(VENV)/.installed-coverage $(VENV_MPICH)/.installed
 chaos: $(VENV)/.installed-train
 	@$(VENV)/bin/mpitrain data pack digits data/digits
 	$(VENV)/bin/python benchmarks/chaos/chaos.py $(ARGS)
+
+opponents: $(VENV)/.installed-test
+	$(VENV)/bin/python benchmarks/opponents/campaign.py $(ARGS)
 
 evidence-check: $(VENV)/.installed-test
 	$(VENV)/bin/python benchmarks/pages/freshness.py

@@ -27,6 +27,7 @@ BENCHMARKS = {
         1,
         ["--rounds", "1", "--megabytes", "1", "--cases", "1", "--compute-s", "0", "--turn-steps", "2"],
     ),
+    "reading": (1, ["h5py", "--rounds", "1", "--megabytes", "1", "--turn-s", "0.1"]),
     "server": (4, ["--megabytes", "0.0655", "1", "--rounds", "2", "--idle-s", "0"]),
     "sparse": (2, ["--rounds", "1", "--block", "1", "--rows", "1000", "--batch", "16"]),
     "tables": (4, ["--rounds", "1", "--block", "1", "--rows", "1000", "--batch", "16"]),
@@ -81,7 +82,7 @@ def test_every_benchmark_is_here_and_its_folder_shows_questions():
     assert set((ROOT / "benchmarks").glob("*.py")) <= set(QUESTIONS.values())
     folders = {path.parent for path in (ROOT / "benchmarks").rglob("*.py")}
     others = folders - {path.parent for path in QUESTIONS.values()}
-    assert {path.name for path in others} == {"measuring", "pages", "suites"}
+    assert {path.name for path in others} == {"libraries", "measuring", "pages", "suites"}
 
 
 def test_only_pages_read_results():
@@ -292,6 +293,13 @@ def check_reader(out, rows):
     assert row["computing_20_ms"]["12 KiB"]["ratio"][0] > 0
     tables = out[out.index("samples/s") :].splitlines()
     assert len(tables) >= 6 and all(len(line) <= 80 for line in tables[:6])
+
+
+def check_reading(out, rows):
+    (row,) = rows
+    assert row["library"] == "h5py" and set(row["cases"]) == {"12288", "4096", "64"}
+    for case in row["cases"].values():
+        assert case["best"] in ("h5py 1", "h5py 4") and set(case["mpitrain_over"]) == {"h5py 1", "h5py 4"}
 
 
 def check_virtual_speed(out, rows):
