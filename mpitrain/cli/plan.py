@@ -82,6 +82,7 @@ def _add_times(times: Any) -> None:
     option(times, "--compute", "LAW", 'how long a batch takes, such as "constant(0.1)"')
     option(times, "--apply-s", "S", "a server's update with a whole gradient", rate)
     option(times, "--read-s", "S", "reading a batch, where computing waits for it", rate)
+    option(times, "--start-s", "S", "starting a rank that has a core to itself, as --probe measures it", rate)
     option(times, "--fixed", "X", "share of a batch's time that does not depend on its samples", fraction)
     option(times, "--backward", "X", "share of a batch's time in which gradients can travel", fraction)
 

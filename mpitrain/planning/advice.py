@@ -11,6 +11,7 @@ of N workers 4 % to 10 % are spare (Chen et al. 2016).
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -24,6 +25,7 @@ _TIME = re.compile(r"accuracy-in=(\d+(?:\.\d+)?)([smhd])$")
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 UNEVEN = 1.5  # synchronous workers wait half of a mean batch for the last one
 SAME = 0.01  # of the throughput: settings that differ by less are one
+SAVES_S = 60  # a launch that saves less is not worth its ranks, nor waiting in a queue for them
 WORTH = 1.05  # a setting that is not so many times as fast as one device is not worth its ranks
 
 
@@ -194,8 +196,55 @@ def advise(
     epochs: int,
     fastest: Sequence[Option],
     per_node: int,
+    start_s: float = 0.0,
+    calm: Conditions | None = None,
+    loaded: bool = False,
 ) -> list[tuple[str, str]]:
-    """(question, answer) in the order of thinking. `fastest`: the fastest option of each number of workers."""
+    """(question, answer) in the order of thinking. `fastest`: the fastest option of each number of workers; `start_s`:
+    of a rank that has a core to itself; `calm`: the conditions without what a probe's steps vary by, which bounds the
+    figures on the other side; `loaded`: whether others used the host meanwhile, so that what varies is the load."""
+    lines = _fits(rank_bytes, data_bytes, memory_bytes)
+    one_rate = throughput(Setting("", "allreduce"), conditions, 1)
+    alone_s = num_samples * epochs / one_rate
+    alone = _duration(alone_s)
+    if calm is not None:
+        calm_s = num_samples * epochs / throughput(Setting("", "allreduce"), calm, 1)
+        alone = " to ".join(_duration(one_s) for one_s in sorted((alone_s, calm_s)))
+    lines.append(("one device", f"{epochs} epochs take {alone}"))
+    inside = [one for one in fastest if 1 < one.workers <= per_node]
+    across = [one for one in fastest if one.workers > per_node]
+    for name, found in (("one node", inside), ("several nodes", across)):
+        if found:
+            best = max(found, key=lambda one: one.rate)
+            times = best.rate / one_rate
+            if times < WORTH:
+                lines.append((name, f"no faster than one device ({times:.2f} times): one device is better"))
+            else:
+                told = f"{times:.2f}" if calm is None else _between(times, best, calm)
+                lines.append((name, f"{told} times one device: {best.text} on {best.workers} workers"))
+    if loaded:
+        lines.append((
+            "a launch",
+            "stay on one device until a probe of a quiet host says otherwise: this one measured the load",
+        ))  # fmt: skip
+    elif several := [one for one in fastest if one.workers > 1]:
+        lines.append(("a launch", _launch(several, num_samples * epochs, alone_s, per_node, start_s)))
+    work_s = conditions.times.mean_s
+    lines.append(("computing", f"{1e9 * work_s / conditions.num_bytes:.3g} ms per MB of parameters"))
+    most = max((one.workers for one in fastest), default=1)
+    wait = conditions.times.order_s(most, most) / work_s
+    if loaded:
+        text = "not known: other processes used this host, and its steps vary by the load; probe a quiet one"
+    elif wait > UNEVEN:
+        text = f"asynchronous: the last of {most} workers takes {wait:.2f} times the mean"
+    else:
+        text = f"synchronous: the last of {most} workers takes only {wait:.2f} times the mean"
+    lines.append(("waiting", text))
+    return lines
+
+
+def _fits(rank_bytes: int, data_bytes: int | None, memory_bytes: float | None) -> list[tuple[str, str]]:
+    """What model and data need, beside the memory that there is."""
     lines = []
     if memory_bytes is None:
         lines.append(("the model", f"a rank needs {size_text(rank_bytes)}; give --memory to compare"))
@@ -211,28 +260,38 @@ def advise(
             "fit into memory" if data_bytes <= memory_bytes else "do not fit: they are read from the shards"
         )
         lines.append(("the data", f"{size_text(data_bytes)}: they {verb}"))
-    one_rate = throughput(Setting("", "allreduce"), conditions, 1)
-    lines.append(("one device", f"{epochs} epochs take {_duration(num_samples * epochs / one_rate)}"))
-    inside = [one for one in fastest if 1 < one.workers <= per_node]
-    across = [one for one in fastest if one.workers > per_node]
-    for name, found in (("one node", inside), ("several nodes", across)):
-        if found:
-            best = max(found, key=lambda one: one.rate)
-            times = best.rate / one_rate
-            if times < WORTH:
-                lines.append((name, f"no faster than one device ({times:.2f} times): one device is better"))
-            else:
-                lines.append((name, f"{times:.2f} times one device: {best.text} on {best.workers} workers"))
-    work_s = conditions.times.mean_s
-    lines.append(("computing", f"{1e9 * work_s / conditions.num_bytes:.3g} ms per MB of parameters"))
-    most = max((one.workers for one in fastest), default=1)
-    wait = conditions.times.order_s(most, most) / work_s
-    if wait > UNEVEN:
-        text = f"asynchronous: the last of {most} workers takes {wait:.2f} times the mean"
-    else:
-        text = f"synchronous: the last of {most} workers takes only {wait:.2f} times the mean"
-    lines.append(("waiting", text))
     return lines
+
+
+def _between(times: float, best: Option, calm: Conditions) -> str:
+    """How many times as fast as one device, as probed and on a calm host."""
+    assert best.setting is not None
+    alone = throughput(Setting("", "allreduce"), calm, 1)
+    low, high = sorted((times, throughput(best.setting, calm, best.workers) / alone))
+    return f"{low:.2f} to {high:.2f}"
+
+
+def started_s(ranks: int, per_node: int, start_s: float) -> float:
+    """Until all ranks have started: those of a node share its cores, of which it is taken to have as many as this
+    host, and nodes start side by side."""
+    return start_s * max(1.0, min(ranks, per_node) / (os.cpu_count() or 1))
+
+
+def _launch(
+    several: Sequence[Option], num_samples: int, alone_s: float, per_node: int, start_s: float
+) -> str:
+    """Whether the best of several workers saves enough of a job's time, start-up included."""
+
+    def whole_s(one: Option) -> float:
+        return started_s(one.ranks, per_node, start_s) + num_samples / one.rate
+
+    best = min(several, key=lambda one: (whole_s(one), one.ranks))
+    alone_s += start_s
+    took_s, saved_s = whole_s(best), alone_s - whole_s(best)
+    told = f"with start-up one device takes {_duration(alone_s)}, {best.workers} workers take {_duration(took_s)}"
+    if saved_s < SAVES_S:
+        return f"stay on one device: {told}; less than {SAVES_S} s are saved, and a launch is not worth that"
+    return f"{told}: {best.text}"
 
 
 def _duration(seconds: float) -> str:

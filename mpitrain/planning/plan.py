@@ -30,16 +30,15 @@ from mpitrain.planning.advice import (
     virtual_candidates,
 )
 from mpitrain.planning.codecs import message_sizes
+from mpitrain.planning.curves import curve
 from mpitrain.planning.link_probe import probe_link
 from mpitrain.planning.plan_text import plan_text
 from mpitrain.planning.probe import Probed, Weights, probe, weigh
+from mpitrain.planning.probe_interval import add_intervals, calm, is_loaded
 from mpitrain.planning.scaling import (
-    MATTERS,
-    NONE,
     Conditions,
     Setting,
     Times,
-    reason,
     throughput,
 )
 from mpitrain.planning.virtual_runs import (
@@ -63,7 +62,6 @@ from mpitrain.values import parse
 from mpitrain.virtual.link_costs import link_cost
 from mpitrain.virtual.message_law import LinkCost
 from mpitrain.virtual.network import Cluster, MeasuredNetwork, NetworkLaw
-from mpitrain.virtual.serial_fraction import fit_serial_fraction
 
 MACHINE_KEYS: dict[str, type] = {"nodes": int, "ranks_per_node": int, "memory_gib": float, "network": str}
 
@@ -78,7 +76,7 @@ class Request:
     Attributes:
         workers: numbers of workers; none: powers of two up to the machine's.
         budget_s: of the probe; None: no probe.
-        apply_s, read_s, fixed, backward: as in `Conditions`; None: not given.
+        apply_s, read_s, fixed, backward: as in `Conditions`; start_s: of a rank; None: not given.
         train: how many of the best settings are trained in virtual time.
     """
 
@@ -98,6 +96,7 @@ class Request:
     read_s: float | None = None
     fixed: float | None = None
     backward: float | None = None
+    start_s: float | None = None
     best: str | None = None
     train: int = 0
     json: str | None = None
@@ -129,7 +128,7 @@ def make_plan(request: Request) -> dict[str, Any]:
     within_s = check_criterion(request.best) if request.best else None
     request = _with_machine(request)
     _check_given(request)
-    job = apply_overrides(load_job(request.path, request.settings), request.overrides)
+    job = _job_of(request)
     catalogue = job.data.scan()
     weights, module, optimizer = weigh(job, catalogue)
     probed = None
@@ -137,10 +136,6 @@ def make_plan(request: Request) -> dict[str, Any]:
         tell(f"probing this host for about {request.budget_s:g} s")
         probed = probe(job, request.overrides.lr, catalogue, request.budget_s)
     conditions, assumed = _conditions(request, job, weights, probed)
-    if request.train and job.validate is None:
-        raise UsageError(
-            f"plan: --train ranks by a validation, and the job {job.name!r} validates nothing: give it validate="
-        )
     runs = VirtualRuns(job, request.overrides)
     settings = _settings(request, module, weights, runs)
     if any(one.kind == "virtual" for one in settings) or (request.best and not request.strategies):
@@ -148,8 +143,14 @@ def make_plan(request: Request) -> dict[str, Any]:
             "what has no closed form ran a few steps in virtual time, servers where it places them"
         )
     counts = _counts(request)
-    curves = [_curve(one, conditions, counts, job.batch_size) for one in settings]
-    of = _Planned(request, job, catalogue, optimizer, weights, conditions, runs, within_s)
+    curves = [curve(one, conditions, counts, job.batch_size) for one in settings]
+    start_s = _start_s(request, probed, assumed)
+    quiet = calm(conditions, probed) if probed else None
+    if quiet:
+        add_intervals(curves, settings, quiet)
+    of = _Planned(
+        request, job, catalogue, optimizer, weights, conditions, runs, within_s, start_s, quiet, is_loaded(probed)
+    )  # fmt: skip
     asked = settings if request.strategies or not request.best else None
     options = _options(of, counts, asked)
     found: dict[str, Any] = {
@@ -174,9 +175,20 @@ def make_plan(request: Request) -> dict[str, Any]:
     return found
 
 
+def _job_of(request: Request) -> Job:
+    job = apply_overrides(load_job(request.path, request.settings), request.overrides)
+    if request.train and job.validate is None:
+        raise UsageError(
+            f"plan: --train ranks by a validation, and the job {job.name!r} validates nothing: give it validate="
+        )
+    return job
+
+
 @dataclasses.dataclass(frozen=True)
 class _Planned:
-    """What is planned: the job on the machine of a request. `within_s`: the time that --best names, if any."""
+    """What is planned: the job on the machine of a request. `within_s`: the time that --best names, if any; `start_s`:
+    of a rank that has a core to itself; `calm`: the conditions of a host that nobody else uses, and `loaded`: whether
+    this one was used by others, where there was a probe."""
 
     request: Request
     job: Job
@@ -186,6 +198,9 @@ class _Planned:
     conditions: Conditions
     runs: VirtualRuns
     within_s: float | None
+    start_s: float = 0.0
+    calm: Conditions | None = None
+    loaded: bool = False
 
 
 def _trained(of: _Planned, ranked: Sequence[Option]) -> dict[str, Any]:
@@ -395,46 +410,14 @@ def _pushes_every_batch(strategy: ServerStrategy) -> bool:
     )
 
 
-def _curve(setting: Setting, conditions: Conditions, counts: list[int], batch: int) -> dict[str, Any]:
-    """Speed-up over one device, with the batch of every worker constant, and with that of all workers."""
-    alone = throughput(Setting("", "allreduce"), conditions, 1)
-    rows: list[dict[str, Any]] = []
-    refused = ""
-    for number in counts:
-        if number < setting.needs():
-            continue
-        try:
-            rate = throughput(setting, conditions, number)
-        except UsageError as error:  # so many workers, or the job
-            refused = str(error)
-            continue
-        name, gain = reason(setting, conditions, number)
-        row = {
-            "workers": number,
-            "samples_per_s": rate,
-            "speed_up": rate / alone,
-            "reason": name,
-            "gain": gain,
-        }
-        if number <= batch:
-            divided = throughput(setting, conditions, number, batch / number)
-            name, gain = reason(setting, conditions, number, batch / number)
-            row |= {"global_speed_up": divided / alone, "global_reason": name, "global_gain": gain}
-        rows.append(row)
-    fit = fit_serial_fraction([(row["workers"], row["speed_up"]) for row in rows])
-    most = max((row["speed_up"] for row in rows), default=0.0)
-    saturated = next(
-        (row for row in rows if row["speed_up"] >= (1 - MATTERS) * most and row is not rows[-1]), None
-    )
-    if refused and not rows:
-        raise UsageError(f"plan: {refused}")
-    return {
-        "strategy": setting.text,
-        "points": rows,
-        "serial_fraction": fit._asdict() if fit else None,
-        "saturates_at": saturated["workers"] if saturated else None,
-        "why": rows[-1]["reason"] if rows else NONE,
-    }
+def _start_s(request: Request, probed: Probed | None, assumed: list[str]) -> float:
+    """Of a rank, as given or probed."""
+    if request.start_s is not None:
+        return request.start_s
+    if probed is None:
+        assumed.append("ranks start at once (--start-s)")
+        return 0.0
+    return probed.start_s
 
 
 def _options(of: _Planned, counts: list[int], settings: list[Setting] | None) -> list[Option]:
@@ -471,6 +454,9 @@ def _advice(of: _Planned, options: list[Option]) -> list[dict[str, str]]:
         of.job.epochs,
         options,
         of.request.ranks_per_node or 1,
+        of.start_s,
+        of.calm,
+        of.loaded,
     )
     return [{"question": question, "answer": answer} for question, answer in found]
 

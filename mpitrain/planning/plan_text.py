@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from mpitrain.simulation.measured_step import spread_text
 from mpitrain.system.sizes import significant, size_text
 
 WIDTH, _NAME, _COLUMN, _PER_ROW, _BEST = 80, 34, 9, 5, 8
@@ -26,6 +27,7 @@ def plan_text(plan: dict[str, Any]) -> str:
         "",
         *_curves(plan, "global_speed_up", f"speed-up, batch {plan['batch']} of all workers together"),
         "",
+        *_intervals(plan),
         *_reasons(plan),
         "",
         "advice",
@@ -61,7 +63,23 @@ def _probe(found: dict[str, Any] | None) -> list[str]:
         f"{1e3 * found['read_s']:.3g} ms, server update {1e3 * found['apply_s']:.3g} ms, memory "
         f"{found['bytes_per_s'] / 1e9:.3g} GB/s, medians of {len(found['steps_s'])} steps",
         2,
-    )
+    ) + _wrapped(spread_text(found), 2)
+
+
+def _intervals(plan: dict[str, Any]) -> Iterator[str]:
+    """Of a probe: how far the speed-ups of the most workers may be off."""
+    known = [
+        (curve, curve["points"][-1])
+        for curve in plan["curves"]
+        if "interval" in (curve["points"] or [{}])[-1]
+    ]
+    if known:
+        yield "speed-up on most workers, as far as the probe knows"
+    for curve, point in known:
+        low, high = point["interval"]
+        yield f"  {_short(curve['strategy']):<{_NAME - 2}}{low:>9.2f} to {high:.2f} on {point['workers']}"
+    if known:
+        yield ""
 
 
 def _curves(plan: dict[str, Any], key: str, title: str) -> Iterator[str]:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import subprocess
+import sys
+import time
 from typing import Any
 
 import torch
@@ -57,6 +60,9 @@ class Probed:
         forward_s, backward_s, optimizer_s: of a batch; one_sample_s: forward and backward of a batch of one.
         read_s: of a batch from the data, nothing read ahead; apply_s: of an update of all parameters, as a server's;
         validate_s: of a whole validation, 0 where the job has none.
+        gradient_s, low_s, high_s: of a batch, the median, and the bounds of four batches of five.
+        others_share, steal_share: of the processors' time, that other processes used meanwhile, and the host's host.
+        start_s: until a process has imported what a rank needs, the files in the cache.
         steps_s: of every whole step that was timed, the optimizer's being its median; bytes_per_s: that memory copies.
     """
 
@@ -68,6 +74,12 @@ class Probed:
     apply_s: float
     validate_s: float
     bytes_per_s: float
+    gradient_s: float
+    low_s: float
+    high_s: float
+    others_share: float
+    steal_share: float
+    start_s: float
     steps_s: tuple[float, ...]
     device: str
 
@@ -126,10 +138,23 @@ def probe(job: Job, lr: float | None, catalogue: Catalogue, budget_s: float) -> 
         read_s=whole["read_s"],
         apply_s=whole["optimizer_s"],
         validate_s=whole["validate_s"],
+        **{key: whole[key] for key in ("gradient_s", "low_s", "high_s", "others_share", "steal_share")},
+        start_s=_start_s(),
         bytes_per_s=2 * 4 * _COPIED / copy_s,
         steps_s=tuple(one + whole["optimizer_s"] for one in law.times),
         device=accelerator.name_of(device),
     )
+
+
+def _start_s() -> float:
+    """Of a process like a rank, the shorter of two: the first one reads files."""
+    command = [sys.executable, "-c", "import mpitrain.training.session"]
+    taken = []
+    for _ in range(2):
+        began_s = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        taken.append(time.perf_counter() - began_s)
+    return min(taken)
 
 
 def _bytes(tensors: Any) -> int:

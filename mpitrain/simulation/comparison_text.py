@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mpitrain.simulation.measured_step import spread_text
 from mpitrain.system.sizes import counted, significant, size_text
 
 WIDTH, NAME = 80, 25
@@ -21,6 +22,7 @@ def comparison_text(found: Mapping[str, Any]) -> str:
         "",
         f"one device: {significant(found['one_device_samples_per_s'])} samples/s of virtual time"
         + ("" if found["gradients"] else ", without gradients"),
+        *(wrapped(spread_text(found["measured"])) if "measured" in found else []),
         "",
         *_throughput(rows),
         "",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from mpitrain.model.wire.codec_registry import make_encoder, make_layout_of
 from mpitrain.simulation.step_costs import gradient_buckets
 from mpitrain.simulation.workload import codec_of
 from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.system.host_load import HostLoad, Watch
 from mpitrain.training.measure import build
 from mpitrain.training.recipe import recipe_of
 from mpitrain.training.synchronous.stepper import Batch, Stepper
@@ -125,6 +126,7 @@ def _measure(
         accelerator.wait_for_all(device)
         return time.perf_counter()
 
+    watch = Watch()
     module, optimizer = build_to_measure(job, lr, device)
     stepper = _TimedStepper(job, catalogue.num_samples, now_s)
     stepper.train(module, Rates(optimizer))
@@ -166,6 +168,7 @@ def _measure(
         "batches": number - WARMUP,
         "batch_samples": count,
         "gradient_s": gradient_s,
+        **_spread(gradients[WARMUP:], watch.load()),
         "forward_s": forward_s,
         "backward_s": gradient_s - forward_s,
         "bucket_ends_s": [median(column) for column in zip(*ends[WARMUP:], strict=True)],
@@ -176,6 +179,28 @@ def _measure(
         "validate_s": _validate_s(job, module, device, now_s, for_s),
     }
     return Resampled(tuple(gradients[WARMUP:]), *_course(found)), found
+
+
+def _spread(times_s: list[float], load: HostLoad) -> dict[str, float]:
+    """Between which bounds four of five batches were, and how busy others kept the host."""
+    ordered = sorted(times_s)
+    last = len(ordered) - 1
+    low_s, high_s = ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+    return {
+        "low_s": low_s,
+        "high_s": high_s,
+        "others_share": load.others_share,
+        "steal_share": load.steal_share,
+    }
+
+
+def spread_text(measured: Mapping[str, Any]) -> str:
+    """What was measured of batches, how far that may be from the truth, and whether the host was loaded."""
+    low, middle, high = (1e3 * measured[key] for key in ("low_s", "gradient_s", "high_s"))
+    load = HostLoad(measured["others_share"], measured["steal_share"])
+    off = f"{low / middle - 1:+.0%} to {high / middle - 1:+.0%}"
+    batches = f"four of five batches took {low:.3g} to {high:.3g} ms, {off} of the median"
+    return f"{load.told()}; {batches}: times of computing are known to that"
 
 
 def _course(found: dict[str, Any]) -> BatchCourse:

@@ -1,12 +1,13 @@
 """Predictions whose answers are known in closed form, and the command around them."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
 
 from mpitrain.cli.main import main
-from mpitrain.planning.advice import check_criterion, option, rank
+from mpitrain.planning.advice import SAVES_S, advise, check_criterion, option, rank, started_s
 from mpitrain.planning.scaling import (
     NONE,
     Conditions,
@@ -161,3 +162,39 @@ def test_a_probe_measures_the_jobs_steps(tmp_path, capsys):
     assert all(
         found["probe"][f"{name}_s"] > 0 for name in ("forward", "backward", "optimizer", "read", "apply")
     )
+    probed = found["probe"]
+    assert 0 < probed["low_s"] <= probed["gradient_s"] <= probed["high_s"] and probed["start_s"] > 0.1
+    for curve in found["curves"]:  # the point itself is one end of what is known
+        low, high = curve["points"][-1]["interval"]
+        assert low <= high and curve["points"][-1]["speed_up"] in (low, high)
+    (told,) = [row["answer"] for row in found["advice"] if row["question"] == "a launch"]
+    assert told.startswith("stay on one device")  # a few seconds of work
+
+
+def advice(samples, start_s=0.0, loaded=False, calm=None):
+    fastest = [option(ALLREDUCE, conditions(), 8, False, samples, 1, None)]
+    told = advise(conditions(), 0, 0, None, samples, 1, fastest, 8, start_s, calm, loaded)
+    return dict(told)
+
+
+def test_a_job_stays_on_one_device_unless_a_launch_saves_a_minute_start_up_included():
+    """One device computes 320 samples a second, eight 2560: what is saved is 7/8 of the time."""
+    samples = round(SAVES_S * 320 * 8 / 7)
+    assert advice(round(0.99 * samples))["a launch"].startswith("stay on one device")
+    assert not advice(round(1.01 * samples))["a launch"].startswith("stay")
+    # a rank alone starts in 9 s, too; eight on a node take their time one after the other where cores are few
+    extra_s = started_s(8, 8, 9.0) - 9.0
+    assert extra_s == 9.0 * max(0.0, 8 / (os.cpu_count() or 1) - 1)
+    late = advice(round(1.01 * samples), start_s=9.0)["a launch"]
+    assert late.startswith("stay on one device") == (extra_s > 0.01 * SAVES_S)
+
+
+def test_what_a_loaded_host_varies_by_is_not_taken_for_stragglers():
+    assert advice(10**6)["waiting"].startswith("synchronous")
+    loaded = advice(10**6, loaded=True)
+    assert loaded["waiting"].startswith("not known") and loaded["a launch"].startswith(
+        "stay on one device until"
+    )
+    slower = replace(conditions(), apply_s=0.0, between=LinkCost(0.05))
+    low, _, high = advice(10**6, calm=slower)["one node"].split(" times")[0].partition(" to ")
+    assert float(low) < float(high) == pytest.approx(8.0)
