@@ -83,15 +83,19 @@ class BoardSteps:
                 or not self._engine.may_step
             ):
                 return False
-            arrived = board.post(made.own, deposit)
+            failure = None
+            try:
+                arrived = board.post(made.own, deposit)
+            except Exception as error:
+                failure, arrived = error, False
             at_once = arrived  # all else is as it was then
-            if waits and not arrived:
+            if waits and not arrived and failure is None:
                 arrived = self._wait_for(board)
             if arrived and board.are_alike(made.own):
                 finish(True)
                 return True
             at_once = False
-            return self._progress.wait_for_board(queue, made, finish, limit_s)
+            return self._progress.wait_for_board(queue, made, finish, limit_s, failure)
         finally:
             if at_once:
                 self._mpi.release()
