@@ -226,6 +226,72 @@ def test_stale_rows_behind_the_documentation_are_named(freshness):
         warnings.warn("make evidence-check names more:\n" + "\n".join(found), stacklevel=1)
 
 
+@pytest.fixture
+def pages(monkeypatch):
+    """The modules `rows`, `report` and `earlier`, and what programs declare."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    names = ("pages.rows", "pages.report", "pages.earlier", "measuring.measurement")
+    return [importlib.import_module(name) for name in names]
+
+
+def test_no_row_drops_off_the_page(pages):
+    """Every row of every program is one of a setting that its section shows."""
+    rows, report, _, _ = pages
+    files = {path.stem for path in rows.RESULTS.glob("*.jsonl")}
+    settings = [setting for _, setting in rows.shown_by(report.programs) if setting]
+    assert files == {setting.name for setting in settings}
+    for name in files:
+        seen = {id(row) for setting in settings if setting.name == name for row in setting.rows}
+        assert seen == set(map(id, rows.rows_of(name))), name
+
+
+def test_the_newest_row_without_a_flaw_is_shown_among_all_of_its_setting(pages):
+    rows, _, _, measurement = pages
+    of_two = measurement.Measurement((), keys=("model", "servers=1"), figures=("ratio.*", "mean all.*.some"))
+    found = [
+        {"model": "a", "commit": "1", "ratio": {"x": [0.99, 0.9, 1.1]}, "all": [{"who": "y", "n": 2, "some": [1, 3]}]},
+        {"model": "a", "servers": 1, "commit": "2", "ratio": {"x": [0.7, 0.6, 0.8]}},
+        {"model": "a", "commit": "3-dirty", "ratio": {"x": [0.5, 0.4, 0.6]}},
+        {"model": "a", "commit": "4", "commit_lost": True, "ratio": {"x": [1.5, 0.4, 0.6]}},
+        {"model": "b", "commit": "3-dirty", "ratio": {}},
+    ]  # fmt: skip
+    both, alone = rows.grouped("some", of_two, found)
+    assert both.row is found[1] and both.values == {"model": "a", "servers": 1} and len(both.rows) == 4
+    assert alone.row is found[4] and "not its commit" in rows.flaw(alone.row)
+    assert dict(rows.figures(found[0], "mean all.*.some")) == {"all y n 2 some": 2.0}
+    assert [dict(rows.figures(row, "ratio.*"))["ratio x"] for row in both.rows] == [0.99, 0.7, 0.5, 1.5]
+
+
+def test_rows_with_a_flaw_are_put_aside_once_they_have_been_measured_anew_and_none_is_lost(pages, tmp_path):
+    rows, _, earlier, _ = pages
+    history = object.__new__(importlib.import_module("pages.freshness").History)
+    history.commits = [("aaa1", []), ("aaa2", [])]
+    commits = ["fff1", "aaa2-dirty", "aaa2", "fff2", "aaa1-dirty"]  # of these only the third has no flaw
+    found = [{"model": "mlp", "commit": commit, "at": at} for at, commit in enumerate(commits)]
+    found.append({"model": "cnn", "commit": "aaa1-dirty", "at": 5})  # never measured anew
+    (tmp_path / "step_time.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    assert earlier.put_aside(history, tmp_path, dry_run=True) == {"step_time": (2, 3)}
+    assert len(rows_of("step_time", tmp_path)) == 6
+    assert earlier.put_aside(history, tmp_path) == {"step_time": (2, 3)}
+    stay, moved = rows_of("step_time", tmp_path), rows_of("step_time", tmp_path / "earlier")
+    assert ([row["at"] for row in stay], [row["at"] for row in moved]) == ([2, 3, 4, 5], [0, 1])
+    assert [row["at"] for row in stay + moved if row.get(rows.LOST)] == [3, 0]
+    assert earlier.put_aside(history, tmp_path) == {"step_time": (0, 3)}  # nothing is left to do
+
+
+def test_gloo_is_given_the_flags_that_ours_is_given():
+    """`data_parallel` makes both. Of the two programs that call torch's class, one does so for both, one says them."""
+    calls = {
+        path.stem: path.read_text()
+        for path in QUESTIONS.values()
+        if "DistributedDataParallel(" in path.read_text()
+    }
+    assert set(calls) == {"loaded", "compression"}
+    assert (
+        "**FLAGS_OF_OURS" in calls["compression"] and calls["loaded"].count("DistributedDataParallel(") == 1
+    )
+
+
 @pytest.mark.parametrize("name", sampled(BENCHMARKS, SAMPLE))
 def test_it_prints_its_table_and_writes_its_row(name, tmp_path):
     num_ranks, arguments = BENCHMARKS[name]
