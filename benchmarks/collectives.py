@@ -42,12 +42,8 @@ MEASUREMENT = Measurement(
     keys=("hosts", "link", "ranks"),
     figures=("rows.*.ratio_to_gloo",),
     commands=(
-        Command(
-            "mpitrain launch -n 2 benchmarks/collectives.py", minutes=12, covers={"hosts": 1, "ranks": 2}
-        ),
-        Command(
-            "mpitrain launch -n 4 benchmarks/collectives.py", minutes=15, covers={"hosts": 1, "ranks": 4}
-        ),
+        Command("mpitrain launch -n 2 benchmarks/collectives.py", minutes=6, covers={"hosts": 1, "ranks": 2}),
+        Command("mpitrain launch -n 4 benchmarks/collectives.py", minutes=6, covers={"hosts": 1, "ranks": 4}),
         Command(
             "python benchmarks/measuring/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python "
             "benchmarks/collectives.py --sizes 25MB --only allreduce,bf16",

@@ -46,7 +46,7 @@ MEASUREMENT = Measurement(
     keys=("job", "epochs", "rate"),
     figures=("workers.*.lost",),
     commands=(
-        Command("python benchmarks/staleness_sensitivity.py", minutes=20, covers={"epochs": 10}),
+        Command("python benchmarks/staleness_sensitivity.py --rounds 2", minutes=14, covers={"epochs": 10}),
         Command(
             "python benchmarks/staleness_sensitivity.py --rounds 1 --epochs 5",
             minutes=4,
