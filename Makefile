@@ -28,6 +28,8 @@
 #   make evidence-check     name the rows of benchmarks/results that the documentation shows and that are dirty or old
 #   make opponents          measure libraries that read data, each in an environment of its own, beside our shards
 #                                                                    (options: make opponents ARGS="--only lance -- --record")
+#   make evidence           record what the documentation shows anew, the oldest first, and go on where the last call ended
+#                           (options: make evidence ARGS="--dry-run", ARGS="--minutes 60", ARGS="--only reader sparse")
 #   make hostile            read files made to do harm, and good ones with random damage, some minutes
 #                                                                    (options: make hostile ARGS="--seeds 50 --record")
 #   make mutants            plant 200 small faults, one at a time, and count those that the tests see; hours, in pieces
@@ -176,6 +178,9 @@ opponents: $(VENV)/.installed-test
 
 evidence-check: $(VENV)/.installed-test
 	$(VENV)/bin/python benchmarks/pages/freshness.py
+
+evidence: $(VENV)/.installed-test
+	$(VENV)/bin/python benchmarks/pages/evidence.py $(ARGS)
 
 hostile: $(VENV)/.installed-test
 	$(VENV)/bin/python -m tests.hostile.campaign $(ARGS)

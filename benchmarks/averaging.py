@@ -14,7 +14,7 @@ import statistics
 import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
-from measuring.measurement import TRAINING, Measurement
+from measuring.measurement import TRAINING, Command, Measurement
 from measuring.models import MODELS
 from measuring.turns import take_turns
 from torch import nn
@@ -30,6 +30,15 @@ runtime = start()
 MEASUREMENT = Measurement(
     contestants=("an allreduce at every step",),
     depends=TRAINING,
+    keys=("where", "model"),
+    commands=(
+        Command("mpitrain launch -n 2 benchmarks/averaging.py", minutes=3, covers={"model": "mlp"}),
+        Command(
+            "mpitrain launch -n 2 benchmarks/averaging.py --model cnn --rounds 4",
+            minutes=3,
+            covers={"model": "cnn"},
+        ),
+    ),
 )
 
 BATCH, NUM_BATCHES = 32, 16

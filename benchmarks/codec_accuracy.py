@@ -23,7 +23,7 @@ from multiprocessing import get_context
 
 import torch
 from measuring.common import machine, make_parser, mean_interval, table, write_row
-from measuring.measurement import CODECS, Measurement
+from measuring.measurement import CODECS, Command, Measurement
 from torch import nn
 
 from mpitrain.codecs import Part, add_message
@@ -33,6 +33,9 @@ from mpitrain.values import parse
 MEASUREMENT = Measurement(
     contestants=("dense training",),
     depends=CODECS,
+    keys=("task",),
+    figures=("mean codecs.*.accuracies",),
+    commands=(Command("python benchmarks/codec_accuracy.py --rounds 3", minutes=15),),
 )
 
 NUM_WORKERS, BATCH = 4, 16

@@ -16,7 +16,7 @@ import time
 
 import torch
 from measuring.common import machine, make_parser, table, write_row
-from measuring.measurement import CODECS, Measurement
+from measuring.measurement import CODECS, Command, Measurement
 
 from mpitrain.codecs import Part, add_message
 from mpitrain.model.wire.codec_registry import make_encoder, make_layout_of
@@ -25,6 +25,8 @@ from mpitrain.values import parse
 MEASUREMENT = Measurement(
     bound="one pass that reads as much and adds it to a residual",
     depends=CODECS,
+    figures=("codecs.*.encode_ms", "codecs.*.decode_ms"),
+    commands=(Command("python benchmarks/codec_cost.py", minutes=10),),
 )
 
 CODECS = ["float16", "bfloat16", "eightbit", "qsgd", "onebit", "powersgd", "topk", "threshold"]

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.gloo import my_address, start_gloo
-from measuring.measurement import BASICS, Measurement
+from measuring.measurement import BASICS, Command, Measurement
 from torch._C._distributed_c10d import Work
 
 from mpitrain.mpi.memory import buffers
@@ -39,6 +39,24 @@ MEASUREMENT = Measurement(
     contestants=("gloo", "bare mpi4py"),
     bound="a raw stream of the bytes that each link has to carry",
     depends=(*BASICS, "mpitrain/devices", "mpitrain/mpi"),
+    keys=("hosts", "link", "ranks"),
+    figures=("rows.*.ratio_to_gloo",),
+    commands=(
+        Command("mpitrain launch -n 2 benchmarks/collectives.py", minutes=6, covers={"hosts": 1, "ranks": 2}),
+        Command("mpitrain launch -n 4 benchmarks/collectives.py", minutes=6, covers={"hosts": 1, "ranks": 4}),
+        Command(
+            "python benchmarks/measuring/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python "
+            "benchmarks/collectives.py --sizes 25MB --only allreduce,bf16",
+            minutes=5,
+            covers={"hosts": 4, "link": "100mbit"},
+        ),
+        Command(
+            "python benchmarks/measuring/hosts.py run --hosts 4 --rate 1gbit .venv/bin/python "
+            "benchmarks/collectives.py --sizes 4MB,25MB --only allreduce,bf16",
+            minutes=2,
+            covers={"hosts": 4, "link": "1gbit"},
+        ),
+    ),
 )
 
 SIZES = "4,64,1KB,4KB,16KB,64KB,256KB,1MB,4MB,16MB,64MB"

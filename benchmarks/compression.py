@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.gloo import start_gloo
-from measuring.measurement import TRAINING, Measurement
+from measuring.measurement import TRAINING, Command, Measurement
 from measuring.models import MODELS
 from measuring.turns import take_turns
 from torch import nn
@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain as mt
 from mpitrain.mpi.runtime import start
+from mpitrain.torch_versions import without_sync_of_buffers
 from mpitrain.training.synchronous.codec_hooks import attach_codec
 from mpitrain.training.synchronous.ddp import data_parallel
 
@@ -43,6 +44,27 @@ runtime = start()
 MEASUREMENT = Measurement(
     contestants=("torch's DDP over gloo: plain, its fp16 hook, its PowerSGD hook",),
     depends=TRAINING,
+    keys=("where", "model"),
+    figures=("ways.*.speedup",),
+    commands=(
+        Command(
+            'mpitrain launch -n 4 benchmarks/compression.py --where "one host"',
+            minutes=6,
+            covers={"where": "one host"},
+        ),
+        Command(
+            "python benchmarks/measuring/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python "
+            'benchmarks/compression.py --where "4 hosts, 100 Mbit/s" --rounds 4',
+            minutes=13,
+            covers={"where": "4 hosts, 100 Mbit/s"},
+        ),
+        Command(
+            "python benchmarks/measuring/hosts.py run --hosts 4 --rate 1gbit .venv/bin/python "
+            'benchmarks/compression.py --where "4 hosts, 1 Gbit/s" --rounds 8',
+            minutes=8,
+            covers={"where": "4 hosts, 1 Gbit/s"},
+        ),
+    ),
 )
 
 BATCH, NUM_BATCHES = 32, 64
@@ -50,6 +72,7 @@ CODECS = {
     "float16": mt.Float16(), "bfloat16": mt.BFloat16(), "eightbit": mt.EightBit(), "qsgd": mt.QSGD(),
     "onebit": mt.OneBit(), "powersgd": mt.PowerSGD(), "topk": mt.TopK(), "threshold": mt.Threshold(),
 }  # fmt: skip
+FLAGS_OF_OURS = {"init_sync": False, "gradient_as_bucket_view": True, **without_sync_of_buffers()}
 PEERS = ("gloo", "gloo fp16", "gloo powersgd")
 WAYS = (*PEERS, "allreduce", *CODECS)
 ADAPTS = ("topk", "threshold")
@@ -66,7 +89,9 @@ class Contestant:
             # torch's PowerSGD starts collectives in callbacks; over gloo those of two buckets cross and the job
             # aborts, so it gets one bucket.
             bucket = {"bucket_cap_mb": 1000} if way == "gloo powersgd" else {}
-            self.parallel = DistributedDataParallel(self.module, process_group=groups["gloo"], **bucket)
+            self.parallel = DistributedDataParallel(
+                self.module, process_group=groups["gloo"], **FLAGS_OF_OURS, **bucket
+            )
             if way == "gloo fp16":
                 self.parallel.register_comm_hook(groups["gloo"], default_hooks.fp16_compress_hook)
             elif way == "gloo powersgd":

@@ -33,7 +33,6 @@ from measuring.gloo import never_destroyed
 from measuring.measurement import TRAINING, Measurement
 from measuring.models import BATCH, MODELS
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain as mt
 from mpitrain.data.write.shard_file import write_shard
@@ -45,6 +44,13 @@ MEASUREMENT = Measurement(
     contestants=("torch's DDP over gloo", "a loop of plain torch"),
     bound="the step alone",
     depends=TRAINING,
+    keys=("what", "direct", "ranks", "model", "megabytes"),
+    figures=("ratio_to_gloo.*", "ratio_to_torch.mpitrain"),
+    campaign=(
+        "mpitrain launch -n 2 benchmarks/gpu.py",
+        "MPITRAIN_GPU_BUFFERS=on mpitrain launch -n 2 benchmarks/gpu.py",
+        "mpitrain launch -n 1 benchmarks/gpu.py",
+    ),
 )
 
 runtime = start()
@@ -148,7 +154,7 @@ def steps(names: list[str], rounds: int, ours: Any, gloo: Any) -> None:
             {
                 "alone": Stepping(name) if runtime.rank == 0 else None,
                 "side by side": Stepping(name),
-                "gloo": Stepping(name, lambda module: DistributedDataParallel(module, process_group=gloo)),
+                "gloo": Stepping(name, lambda module: data_parallel(module, gloo)),
                 "ours": Stepping(name, lambda module: data_parallel(module, ours)),
             },
             rounds,

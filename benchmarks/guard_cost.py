@@ -21,7 +21,7 @@ import statistics
 
 import torch
 from measuring.common import machine, make_parser, median_ratio, table, write_row
-from measuring.measurement import STEPS, Measurement
+from measuring.measurement import STEPS, Command, Measurement
 from measuring.models import MODELS
 from measuring.turns import take_turns
 from torch import nn
@@ -37,6 +37,9 @@ from mpitrain.training.synchronous.ddp import data_parallel
 MEASUREMENT = Measurement(
     contestants=("a second model without a guard",),
     depends=STEPS,
+    keys=("model",),
+    figures=("ratio_to_plain.guarded",),
+    commands=(Command("mpitrain launch -n 2 benchmarks/guard_cost.py", minutes=3),),
 )
 
 BATCH, TOKENS, WIDTH, WARM_UP = 32, 16, 128, 2

@@ -1,6 +1,6 @@
 """How fast is each job, and when does it reach a loss, under six strategies, on a few workers and on many virtual ones?
 
-    .venv/bin/python benchmarks/job_tables.py [--jobs digits cnn ...] [--workers 1,2,4] [--virtual 8,64] [--rounds 1]
+    .venv/bin/python benchmarks/job_tables.py [--jobs digits cnn ...] [--workers 1,2,4] [--virtual 1,8,64] [--rounds 1]
 
 Each job is measured by `mpitrain bench`, on less data than the job file packs by default, and to a target that this
 much data reaches. A row says how many processes the machine had to run meanwhile (its load average of five minutes).
@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from measuring.common import make_parser, table, write_row
-from measuring.measurement import LAUNCHED, VIRTUAL, Measurement
+from measuring.measurement import LAUNCHED, VIRTUAL, Command, Measurement
 
 MEASUREMENT = Measurement(
     depends=(*LAUNCHED, *VIRTUAL, "mpitrain/search", "jobs"),
+    keys=("job", "train_args"),
+    figures=("rows.*.samples_per_second",),
+    commands=(Command("python benchmarks/job_tables.py", minutes=15),),
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,7 +91,7 @@ def main() -> None:
         "--jobs", nargs="+", choices=sorted(JOBS), default=list(JOBS), help="which (default: all)"
     )
     parser.add_argument("--workers", default="1,2,4", help='under MPI, "" for none (default: 1,2,4)')
-    parser.add_argument("--virtual", default="8,64", help="in virtual time (default: 8,64)")
+    parser.add_argument("--virtual", default="1,8,64", help="in virtual time (default: 1,8,64)")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each setting under MPI (default: 1)")
     options = parser.parse_args()
     for name in options.jobs:

@@ -23,6 +23,9 @@ from measuring.measurement import LAUNCHED, Measurement
 MEASUREMENT = Measurement(
     wanted="every job reaches its target",
     depends=(*LAUNCHED, "mpitrain/search", "jobs"),
+    keys=("job", "strategy", "workers"),
+    figures=("to_target.seconds",),
+    campaign=("python benchmarks/literature.py",),
 )
 
 ROOT = Path(__file__).resolve().parents[1]

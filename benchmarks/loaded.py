@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.gloo import start_gloo
-from measuring.measurement import BASICS, Measurement
+from measuring.measurement import BASICS, Command, Measurement
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,6 +31,9 @@ MEASUREMENT = Measurement(
     contestants=("gloo",),
     depends=(*BASICS, "mpitrain/devices", "mpitrain/mpi"),
     wanted="at most 1.05 of gloo's time (upper end), and at most 1.2 of what gloo computes",
+    keys=("ranks", "busy"),
+    figures=("step_ratio_to_gloo", "cpu_ratio_to_gloo"),
+    commands=(Command("mpitrain launch -n 2 benchmarks/loaded.py --rounds 60", minutes=4),),
 )
 
 NUM_LAYERS, WIDTH, BATCH = 20, 16, 8

@@ -28,7 +28,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 from measuring.common import machine, make_parser, median_ratio, table, write_row
-from measuring.measurement import BASICS, Measurement
+from measuring.measurement import BASICS, Command, Measurement
 
 import mpitrain as mt
 from mpitrain.mpi.runtime import start
@@ -37,6 +37,8 @@ MEASUREMENT = Measurement(
     contestants=("a script of ten lines of h5py",),
     bound="the same bytes copied",
     depends=(*BASICS, "mpitrain/data", "mpitrain/mpi", "mpitrain/strategies"),
+    figures=("ways.*.of_copy",),
+    commands=(Command("mpitrain launch -n 2 benchmarks/packing.py", minutes=5),),
 )
 
 SHAPE = (3, 64, 64)

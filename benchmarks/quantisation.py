@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from measuring.common import machine, make_parser, middle_of, table, write_row
-from measuring.measurement import TRAINING, Measurement
+from measuring.measurement import TRAINING, Command, Measurement
 
 import mpitrain as mt
 
 MEASUREMENT = Measurement(
     contestants=("the model as it was trained",),
     depends=(*TRAINING, "jobs"),
+    keys=("job",),
+    figures=("ways.*.batch_time",),
+    commands=(Command("python benchmarks/quantisation.py", minutes=12),),
 )
 
 ROOT = Path(__file__).resolve().parents[1]

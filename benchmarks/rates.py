@@ -43,7 +43,7 @@ from pathlib import Path
 
 import torch
 from measuring.common import machine, make_parser, table, write_row
-from measuring.measurement import VIRTUAL, Measurement
+from measuring.measurement import VIRTUAL, Command, Measurement
 from torch import nn
 
 import mpitrain as mt
@@ -55,6 +55,9 @@ from mpitrain.values import parse
 MEASUREMENT = Measurement(
     contestants=("`sync()`",),
     depends=VIRTUAL,
+    keys=("workers", "speeds"),
+    figures=("ways.*.loss.median",),
+    commands=(Command("python benchmarks/rates.py --seeds 3", minutes=18),),
 )
 
 PARTS, SPLIT, BATCH, MARKS, GOAL = 4, 4, 128, 4, 0.95

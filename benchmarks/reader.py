@@ -37,7 +37,7 @@ import h5py
 import numpy as np
 import torch
 from measuring.common import machine, make_parser, median_ratio, table, write_row
-from measuring.measurement import BASICS, Measurement
+from measuring.measurement import BASICS, Command, Measurement
 from torch.utils.data import DataLoader, Dataset
 
 import mpitrain as mt
@@ -46,6 +46,21 @@ MEASUREMENT = Measurement(
     contestants=("torch's DataLoader over h5py", "WebDataset"),
     bound="whole chunks by raw h5py, in order and shuffled",
     depends=(*BASICS, "mpitrain/data", "mpitrain/devices", "mpitrain/strategies"),
+    keys=("pairs=False", "megabytes"),
+    figures=("cases.*.mpitrain_over.*",),
+    commands=(
+        Command("python benchmarks/reader.py", minutes=12, covers={"pairs": False}),
+        Command(
+            "python benchmarks/reader.py --pairs --rounds 15",
+            minutes=5,
+            covers={"pairs": True, "megabytes": 256},
+        ),
+        Command(
+            "python benchmarks/reader.py --pairs --rounds 9 --megabytes 1024",
+            minutes=10,
+            covers={"pairs": True, "megabytes": 1024},
+        ),
+    ),
 )
 
 try:

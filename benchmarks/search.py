@@ -17,11 +17,21 @@ import tempfile
 from pathlib import Path
 
 from measuring.common import make_parser, table, write_row
-from measuring.measurement import LAUNCHED, Measurement
+from measuring.measurement import LAUNCHED, Command, Measurement
 
 MEASUREMENT = Measurement(
     contestants=("the whole grid",),
     depends=(*LAUNCHED, "mpitrain/search", "jobs/digits.py"),
+    keys=("rule", "seed", "epochs", "ranks"),
+    figures=("accuracy_lost", "share_of_samples"),
+    commands=(
+        Command("python benchmarks/search.py --rounds 3", minutes=8, covers={"rule": "asha()"}),
+        Command(
+            'python benchmarks/search.py --rounds 3 --asha "asha(least=1, reduction=4)"',
+            minutes=20,
+            covers={"rule": "asha(least=1, reduction=4)"},
+        ),
+    ),
 )
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,7 +27,7 @@ import warnings
 import torch
 import torch.distributed.rpc as rpc
 from measuring.common import machine, make_parser, median_ratio, table, write_row
-from measuring.measurement import TRAINING, Measurement
+from measuring.measurement import TRAINING, Command, Measurement
 from torch import nn
 
 from mpitrain.model import FlatModel, ShardStore
@@ -47,6 +47,9 @@ MEASUREMENT = Measurement(
     contestants=("bare mpi4py", "torch RPC"),
     bound="the same bytes there and back without an update",
     depends=TRAINING,
+    keys=("megabytes", "servers=1"),
+    figures=("ours_to_bare", "rpc_to_ours"),
+    commands=(Command("mpitrain launch -n 7 benchmarks/server.py", minutes=8),),
 )
 
 RATE, MOMENTUM = 0.01, 0.9

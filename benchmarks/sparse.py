@@ -24,10 +24,9 @@ import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.gloo import never_destroyed, start_gloo
-from measuring.measurement import STEPS, Measurement
+from measuring.measurement import STEPS, Command, Measurement
 from measuring.turns import take_turns
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.mpi.process_group import sparse_allreduce
 from mpitrain.mpi.runtime import start
@@ -37,6 +36,9 @@ MEASUREMENT = Measurement(
     contestants=("torch's DDP over gloo, dense and sparse",),
     bound="both at once without an exchange",
     depends=STEPS,
+    keys=("rows", "batch"),
+    figures=("gloo_dense_over.*",),
+    commands=(Command("mpitrain launch -n 2 benchmarks/sparse.py", minutes=3),),
 )
 
 runtime = start()
@@ -96,12 +98,8 @@ def measure(rows, batch, options, groups, counter):
     ours, gloo = groups
     ways = {
         "alone": Way(rows, batch, True),
-        "gloo dense": Way(
-            rows, batch, False, lambda module: DistributedDataParallel(module, process_group=gloo)
-        ),
-        "gloo sparse": Way(
-            rows, batch, True, lambda module: DistributedDataParallel(module, process_group=gloo)
-        ),
+        "gloo dense": Way(rows, batch, False, lambda module: data_parallel(module, gloo)),
+        "gloo sparse": Way(rows, batch, True, lambda module: data_parallel(module, gloo)),
         "dense": Way(rows, batch, False, lambda module: data_parallel(module, ours)),
         "sparse": Way(rows, batch, True, lambda module: data_parallel(module, ours)),
     }

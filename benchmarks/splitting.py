@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 from measuring.common import machine, make_parser, median_ratio, table, write_row
-from measuring.measurement import TRAINING, Measurement
+from measuring.measurement import TRAINING, Command, Measurement
 
 import mpitrain as mt
 from mpitrain.mpi.runtime import start
@@ -33,6 +33,8 @@ from mpitrain.training.job_file import load_job
 MEASUREMENT = Measurement(
     contestants=("torch's own loop in one process",),
     depends=(*TRAINING, "jobs/charnn.py"),
+    figures=("ways.*.ratio",),
+    commands=(Command("mpitrain launch -n 2 benchmarks/splitting.py", minutes=6),),
 )
 
 JOB = str(Path(__file__).resolve().parents[1] / "jobs" / "charnn.py")

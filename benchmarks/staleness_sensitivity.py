@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 from measuring.common import machine, make_parser, table, write_row
-from measuring.measurement import VIRTUAL, Measurement
+from measuring.measurement import VIRTUAL, Command, Measurement
 
 import mpitrain as mt
 from mpitrain.data.sources import load_source
@@ -43,6 +43,16 @@ from mpitrain.values import parse
 MEASUREMENT = Measurement(
     contestants=("one worker",),
     depends=(*VIRTUAL, "jobs/digits.py", "jobs/pixelcnn.py"),
+    keys=("job", "epochs", "rate"),
+    figures=("workers.*.lost",),
+    commands=(
+        Command("python benchmarks/staleness_sensitivity.py --rounds 2", minutes=14, covers={"epochs": 10}),
+        Command(
+            "python benchmarks/staleness_sensitivity.py --rounds 1 --epochs 5",
+            minutes=4,
+            covers={"epochs": 5},
+        ),
+    ),
 )
 
 JOBS = {"digits": 10, "pixelcnn": 17}  # and of how many things one has to be chosen

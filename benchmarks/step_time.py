@@ -26,11 +26,10 @@ import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.gloo import never_destroyed, start_gloo
-from measuring.measurement import TRAINING, Measurement
+from measuring.measurement import TRAINING, Command, Measurement
 from measuring.models import BATCH, MODELS
 from measuring.turns import take_turns
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.model import FlatModel, Replica, ShardStore
 from mpitrain.model.recipe import GradientRule
@@ -50,6 +49,9 @@ MEASUREMENT = Measurement(
     contestants=("torch's DDP over gloo", "bare mpi4py"),
     bound="the step of one process, and of two side by side",
     depends=TRAINING,
+    keys=("model",),
+    figures=("ratio_to_gloo.allreduce", "ratio_to_gloo.async"),
+    commands=(Command("mpitrain launch -n 3 benchmarks/step_time.py", minutes=5),),
 )
 
 ROLES = Roles(servers=(2,), workers=(0, 1))
@@ -162,7 +164,7 @@ def measure(name, options, groups, pair, engine):
         "one process": Contestant(make, shape) if runtime.rank == 0 else None,
         "side by side": Contestant(make, shape),
         "Allreduce": Exchange(make, shape, pair),
-        "gloo": Parallel(make, shape, lambda m: DistributedDataParallel(m, process_group=gloo)),
+        "gloo": Parallel(make, shape, lambda m: data_parallel(m, gloo)),
         "allreduce": Parallel(make, shape, lambda m: data_parallel(m, ours)),
         "bare mpi4py": Bare(make, shape, pair),
         "async": asynchronous,

@@ -37,8 +37,7 @@ import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.gloo import never_destroyed, start_gloo
-from measuring.measurement import TRAINING, Measurement
-from torch.nn.parallel import DistributedDataParallel
+from measuring.measurement import TRAINING, Command, Measurement
 
 import mpitrain as mt
 from mpitrain.data.sources import load_source
@@ -50,6 +49,7 @@ from mpitrain.reporting.targets import read_target
 from mpitrain.strategies.sampling.dealer import share_out
 from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import Meter, build, num_warmup
+from mpitrain.training.synchronous.ddp import data_parallel
 from mpitrain.training.synchronous.injected_delay import InjectedDelay
 from mpitrain.training.validations.validation import make_measure
 from mpitrain.values import parse
@@ -58,6 +58,9 @@ MEASUREMENT = Measurement(
     contestants=("torch's DDP over gloo",),
     wanted="asynchronous rules: twice the samples per second of `sync()`, and sooner at the target",
     depends=(*TRAINING, "jobs/digits.py"),
+    keys=("compute",),
+    figures=("rules.*.ratio_to_sync",),
+    commands=(Command("mpitrain launch -n 5 benchmarks/stragglers.py --rounds 3", minutes=9),),
 )
 
 WORKERS, SLOW_WORKER, FACTOR = 4, 2, 5
@@ -124,7 +127,7 @@ def run_gloo(job, inject, group):
     worker, began_s = runtime.rank - 1, time.monotonic()
     module, optimizer = build(job, None, torch.device("cpu"))
     delay = InjectedDelay(Straggler(read([inject]), worker, job.seed), module.parameters(), runtime.fail)
-    parallel = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
+    parallel = data_parallel(module, group)
     catalogue = job.data.scan()
     batch = job.batch_size * WORKERS
     meter = Meter(NullReport(), num_warmup(job.epochs * math.ceil(catalogue.num_samples / batch)))

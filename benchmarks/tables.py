@@ -34,19 +34,29 @@ import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.gloo import never_destroyed, start_gloo
-from measuring.measurement import TRAINING, Measurement
+from measuring.measurement import TRAINING, Command, Measurement
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain as mt
 from mpitrain.embedding.lookups import HeldRows
 from mpitrain.embedding.sections import What
 from mpitrain.mpi.runtime import start
+from mpitrain.training.synchronous.ddp import data_parallel
 from mpitrain.values import parse
 
 MEASUREMENT = Measurement(
     contestants=("torch's DDP over gloo", "all-to-all over gloo", "torch RPC"),
     depends=TRAINING,
+    keys=("rows", "batch", "hidden=0"),
+    figures=("gloo_dense_over.*", "sync_over_hybrid"),
+    commands=(
+        Command("mpitrain launch -n 4 benchmarks/tables.py", minutes=6, covers={"hidden": (64, 0)}),
+        Command(
+            "mpitrain launch -n 4 benchmarks/tables.py --rows 4000000 --batch 64 --hidden 100000",
+            minutes=4,
+            covers={"hidden": 100000},
+        ),
+    ),
 )
 
 runtime = start()
@@ -103,9 +113,7 @@ class Way:
 class Dense(Way):
     def __init__(self, rows, batch, group):
         super().__init__(rows, batch)
-        self.model = DistributedDataParallel(
-            Ranking(nn.EmbeddingBag(rows, WIDTH, mode="sum")), process_group=group
-        )
+        self.model = data_parallel(Ranking(nn.EmbeddingBag(rows, WIDTH, mode="sum")), group)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         never_destroyed(self.model)
 
@@ -122,7 +130,7 @@ class AllToAll(Way):
         super().__init__(rows, batch)
         self.group = group
         self.table = torch.zeros(-(-rows // SERVERS), WIDTH).normal_(std=0.01)
-        self.tower = DistributedDataParallel(tower(), process_group=group)
+        self.tower = data_parallel(tower(), group)
         never_destroyed(self.tower)
         self.optimizer = torch.optim.SGD(self.tower.parameters(), lr=0.01)
 
@@ -165,7 +173,7 @@ class Remote(Way):
             RemoteModule(f"rank{server}/cpu", nn.Embedding, args=(size, WIDTH), kwargs={"sparse": True})
             for server in range(SERVERS)
         ]
-        self.tower = DistributedDataParallel(tower(), process_group=group)
+        self.tower = data_parallel(tower(), group)
         never_destroyed(self.tower)
         parameters = [one for remote in self.tables for one in remote.remote_parameters()]
         parameters += [RRef(one) for one in self.tower.parameters()]

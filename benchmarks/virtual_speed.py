@@ -18,11 +18,13 @@ import time
 from pathlib import Path
 
 from measuring.common import make_parser, median_ratio, table, write_row
-from measuring.measurement import VIRTUAL, Measurement
+from measuring.measurement import VIRTUAL, Command, Measurement
 
 MEASUREMENT = Measurement(
     bound="a heap of as many events",
     depends=VIRTUAL,
+    figures=("async.us_a_push", "async.us_an_event"),
+    commands=(Command("python benchmarks/virtual_speed.py", minutes=6),),
 )
 
 STEPS = 100  # of the ranks that all-reduce

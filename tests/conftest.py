@@ -19,11 +19,11 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-from tests.ranks import OPEN_MPI, SEGMENTS_FOLDER, warm_environment
+from tests.ranks import SEGMENTS_FOLDER, SETTINGS, warm_environment
 
 # Before torch is imported, and for every process a test starts: ranks share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-for _name, _value in OPEN_MPI.items():
+for _name, _value in SETTINGS.items():
     os.environ.setdefault(_name, _value)
 # What tests compare with was computed on the host, often to the bit; `make gpu` names the accelerator that may be used.
 if os.environ.get("MPITRAIN_TEST_DEVICE") in (None, "sim"):

@@ -37,7 +37,12 @@ OWN = "own"  # the MPI of the Python that runs pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Open MPI looks for a fabric and sleeps for a second where there is none, in every MPI_Init. And there are more ranks
 # than cores: one that waits is to leave them to those that compute, also to those of the files of tests beside it.
-OPEN_MPI = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep"}
+# Intel's launcher binds ranks to cores, those of two launches that live at once to the same ones.
+SETTINGS = {
+    "OMPI_MCA_btl": "^ofi",
+    "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
+    "I_MPI_PIN": "off",
+}
 _OF_5 = {"--with-ft", "--prtemca"}  # options that the mpirun of Open MPI 4 does not know
 _TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")  # Open MPI's, also in the middle of a line
 _FOREIGN = (
@@ -154,7 +159,7 @@ def _launch(
             argv = pool_of(python, _environment({})).client(str(ranks), argv[1:])
         command = [str(mpirun), *_launcher_args(mpirun, scratch), *mpirun_args, "-n", str(n), *argv]
         started_s = time.monotonic()
-        full = _environment({**OPEN_MPI, **env})
+        full = _environment({**SETTINGS, **env})
         code, out, err, hung = _run(command, full, timeout_s, cwd, ranks)
         seconds = time.monotonic() - started_s
         ranks_out, out = _by_rank(out, n) if kind == "openmpi" else _from_files(out, n, f"{scratch}/out")
@@ -167,7 +172,7 @@ def run_plain(
 ) -> str:
     """Run a command that starts its own ranks, or none, under the same deadline; returns its stdout."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as ranks:
-        env = warm_environment(_environment(OPEN_MPI), Path(ranks))
+        env = warm_environment(_environment(SETTINGS), Path(ranks))
         got, out, err, hung = _run(list(command), env, timeout_s, cwd, Path(ranks))
     assert got == code and not hung, (
         f"{hung or f'exit code {got}, wanted {code}'}\n$ {' '.join(command)}\n--- stdout\n{out}\n--- stderr\n{err}"

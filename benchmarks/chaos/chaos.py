@@ -57,6 +57,9 @@ HERE = Path(__file__).resolve().parent
 MEASUREMENT = Measurement(
     wanted="no update lost, torn or counted twice, and no launch that hangs",
     depends=(*LAUNCHED, "jobs/digits.py"),
+    keys=("part", "message_bytes", "transport", "strategy", "virtual", "drawn by"),
+    figures=("kills_in_jobs_that_survived", "right", "hung"),
+    campaign=("make chaos",),
 )
 
 OURS = Identity("chaos", "files")

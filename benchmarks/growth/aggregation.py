@@ -6,21 +6,23 @@
 A small job is trained by so many workers and one server on this machine, with `aggregate="node"` and without, in turns;
 the server's rank counts its messages, their bytes and its CPU seconds (`growth_rank.py`). Beside it, in virtual time
 and without gradients, the same roles with many workers on nodes of `--per-node` ranks: what the server receives and
-sends for each push, and how many pushes a second come through its link. Messages are counted by their headers: what
-follows one, a text or a payload, is a message of its own to MPI.
+sends for each push, how many pushes a second there are, and how much of what the link of its node can carry passes it.
+Workers on the server's own node do not pass that link, and under `async()` they push more often than the others.
+Messages are counted by their headers: what follows one, a text or a payload, is a message of its own to MPI.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from growth import first_step, run_ranks
 from measuring.common import make_parser, table, write_row
-from measuring.measurement import VIRTUAL, Measurement
+from measuring.measurement import VIRTUAL, Command, Measurement
 
 from mpitrain.effects import Send
 from mpitrain.messages import payload_bytes
@@ -32,6 +34,7 @@ from mpitrain.virtual import Cluster, Constant, Costs, VirtualWorld
 
 MEASUREMENT = Measurement(
     depends=(*VIRTUAL, "mpitrain/cli", "mpitrain/launch", "jobs/digits.py"),
+    commands=(Command("python benchmarks/growth/aggregation.py", minutes=5),),
 )
 
 STRATEGIES = (Sync(), Sync(aggregate="node"), Async(), Async(aggregate="node"))
@@ -60,7 +63,17 @@ def main() -> None:
     ]
     head = ("strategy", "workers", "messages", "bytes", "CPU ms")
     print(table([head, *(line_of(found) for found in launches)]))
-    head = ("strategy", "workers", "nodes", "messages in", "out", "bytes in", "out", "pushes/s")
+    head = (
+        "strategy",
+        "workers",
+        "nodes",
+        "messages in",
+        "out",
+        "bytes in",
+        "out",
+        "pushes/s",
+        "of the link",
+    )
     print(table([head, *(virtual_line_of(found) for found in virtual)]))
     settings = {
         "numbers": NUMBERS, "gbit_per_s": GBIT_PER_S, "compute_s": COMPUTE_S, "per_node": options.per_node,
@@ -86,8 +99,9 @@ def measured(text: str, workers: int, steps: int) -> dict[str, Any]:
 class Counts:
     """What one rank of virtual worlds sends and is sent."""
 
-    def __init__(self, rank: int):
-        self.rank = rank
+    def __init__(self, rank: int, nodes: Sequence[int]):
+        self.rank, self.nodes = rank, nodes
+        self.link_in = self.link_out = 0  # bytes from and to other nodes
         self.messages_in = self.messages_out = self.bytes_in = self.bytes_out = 0
 
     def __enter__(self) -> Counts:
@@ -95,7 +109,10 @@ class Counts:
 
         def send(world: VirtualWorld, source: int, effect: Send) -> None:
             if self.rank in (source, effect.to):
-                self.add("out" if source == self.rank else "in", payload_bytes(effect.message))
+                way, num_bytes = "out" if source == self.rank else "in", payload_bytes(effect.message)
+                self.add(way, num_bytes)
+                if self.nodes[source] != self.nodes[effect.to]:
+                    setattr(self, f"link_{way}", getattr(self, f"link_{way}") + num_bytes)
             self.before(world, source, effect)
 
         VirtualWorld._send = send  # type: ignore[method-assign]
@@ -114,15 +131,19 @@ def timed(strategy: Sync | Async, workers: int, per_node: int) -> dict[str, Any]
     network = Cluster(ranks_per_node=per_node, gbit_per_s=GBIT_PER_S)
     load = Workload(num_parameters=NUMBERS, num_samples=10**9, step_samples=1, steps=TIMED_STEPS)
     roles, nodes = assign_workers(workers, network.nodes, 1, aggregates=strategy.aggregates)
-    with Counts(roles.dealer) as counts:
+    with Counts(roles.dealer, nodes) as counts:
         costs = Costs(memory_gb_per_s=MEMORY_GB_PER_S)
         found = time_run(
             strategy, load, workers, Constant(COMPUTE_S, 0.1), network, under=Circumstances(costs=costs)
         )
-    names = ("messages_in", "messages_out", "bytes_in", "bytes_out")
+    names = ("messages_in", "messages_out", "bytes_in", "bytes_out", "link_in", "link_out")
+    busiest = max(counts.link_in, counts.link_out) / (found["virtual_s"] * GBIT_PER_S * 1e9 / 8)
+    assert busiest <= 1 + 1e-6, (
+        f"{strategy}, {workers} workers: {busiest:.3f} of what the server's link can carry"
+    )
     return {
         "strategy": str(strategy), "workers": workers, "nodes": len(set(nodes)), "pushes": found["accepted"],
-        "pushes_per_s": found["accepted"] / found["virtual_s"],
+        "pushes_per_s": found["accepted"] / found["virtual_s"], "link_share": busiest,
         **{name: getattr(counts, name) / found["accepted"] for name in names},
     }  # fmt: skip
 
@@ -138,7 +159,7 @@ def virtual_line_of(found: dict[str, Any]) -> tuple[str, ...]:
     return (
         found["strategy"], f"{found['workers']:,}", str(found["nodes"]), f"{found['messages_in']:.3f}",
         f"{found['messages_out']:.3f}", f"{found['bytes_in']:,.0f}", f"{found['bytes_out']:,.0f}",
-        f"{found['pushes_per_s']:,.0f}",
+        f"{found['pushes_per_s']:,.0f}", f"{found['link_share']:.0%}",
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring.common import make_parser, table, write_row
-from measuring.measurement import LAUNCHED, ROOT, Measurement
+from measuring.measurement import LAUNCHED, ROOT, Command, Measurement
 
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.engine import Engine
@@ -41,6 +41,15 @@ HERE = Path(__file__).resolve().parent
 MEASUREMENT = Measurement(
     contestants=("as many processes that import torch and nothing else",),
     depends=(*LAUNCHED, "jobs/digits.py"),
+    figures=("starts.*.first_step_s", "starts.*.torch_s"),
+    commands=(
+        Command("python benchmarks/growth/growth.py", minutes=8),
+        Command(
+            "python benchmarks/growth/growth.py --starts --ranks 32 --rounds 3",
+            minutes=6,
+            writes="growth_start",
+        ),
+    ),
 )
 
 JOB = ROOT / "jobs" / "digits.py"

@@ -33,7 +33,8 @@ _folder = (
 )
 # What runs write, and is committed with them.
 _WRITTEN_BY_RUNS = (":!/benchmarks/results", ":(top,exclude,glob)tests/*.txt")
-_BUSY = 0.5  # a load before the run, by cores, from which a row is marked
+COMMAND = "MPITRAIN_BENCHMARK_COMMAND"  # the line that `make evidence` has launched
+BUSY = 0.5  # a load before the run, by cores, from which a row is marked
 _STOLEN = 0.02  # and a share of the time
 
 
@@ -45,6 +46,7 @@ class _Run:
     settings: dict[str, Any]
     load: float
     ticks: list[int]
+    began_s: float
 
 
 _run: _Run  # of `make_parser`
@@ -86,7 +88,7 @@ def make_parser(description: str | None, measurement: Measurement) -> argparse.A
     MPITRAIN_BENCHMARK_RESULTS if that is set.
     """
     global _run
-    _run = _Run(measurement, {}, os.getloadavg()[0], _ticks())
+    _run = _Run(measurement, {}, os.getloadavg()[0], _ticks(), time.monotonic())
     parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--record", action=_Record, nargs=0, help="append what was measured to benchmarks/results"
@@ -173,7 +175,7 @@ def busyness() -> dict[str, Any]:
         "load_during": round(os.getloadavg()[0], 2),
         "busy_share": round(1 - (spent[3] + spent[4]) / max(1, sum(spent)), 3),
         "steal_share": round(stolen, 4),
-        "under_load": _run.load > _BUSY * len(os.sched_getaffinity(0)) or stolen > _STOLEN,
+        "under_load": _run.load > BUSY * len(os.sched_getaffinity(0)) or stolen > _STOLEN,
     }
 
 
@@ -212,6 +214,8 @@ def write_row(name: str, row: dict[str, Any]) -> None:
     stamped = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "command": shlex.join(sys.argv),
+        **({"launched_as": os.environ[COMMAND]} if COMMAND in os.environ else {}),
+        "wall_s": round(time.monotonic() - _run.began_s, 1),  # of the run so far
         "commit": head() + ("-dirty" if changed_files() else ""),
         "criterion": git("log", "-1", "--format=%h", "--", str(Path(asked_by).resolve())),
         **machine(),

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,6 +29,30 @@ VIRTUAL = (*TRAINING, "mpitrain/simulation", "mpitrain/virtual")
 
 
 @dataclass(frozen=True)
+class Command:
+    """A command that records rows of a program anew.
+
+    Attributes:
+        line: as it is typed in the root of the repository, without `--record`.
+        minutes: what it takes on two quiet cores, until a row says it.
+        covers: the values of keys whose settings it measures, a tuple for one of several; empty for all settings.
+        writes: the name of its rows, where it is not the program's.
+    """
+
+    line: str
+    minutes: float
+    covers: Mapping[str, Any] = field(default_factory=dict)
+    writes: str = ""
+
+    def measures(self, values: Mapping[str, Any]) -> bool:
+        """Whether a setting with these values of the keys is one of its own."""
+        return all(
+            values[key] in (wanted if isinstance(wanted, tuple) else (wanted,))
+            for key, wanted in self.covers.items()
+        )
+
+
+@dataclass(frozen=True)
 class Measurement:
     """What stands beside our figure, and what the figure rests on.
 
@@ -37,12 +62,28 @@ class Measurement:
         contestants: what is measured besides this package, in the same run; none where nothing is.
         bound: what no contestant can beat, measured or computed; empty where there is none.
         wanted: the figure that was asked for beforehand; empty where none was.
+        keys: entries of a row that make up its setting. `KEY=VALUE` names the value of rows that have no such entry.
+        figures: paths in a row to what is compared between the rows of a setting: `ratio.*` are all entries of `ratio`.
+            A list stands for its first number, a median before its interval; with `mean ` before the path for its mean.
+        commands: what `make evidence` runs. Each setting is measured by one of them.
+        campaign: commands that take hours, root or a GPU, and are run on their own.
     """
 
     depends: Sequence[str]
     contestants: Sequence[str] = ()
     bound: str = ""
     wanted: str = ""
+    keys: Sequence[str] = ()
+    figures: Sequence[str] = ()
+    commands: Sequence[Command] = ()
+    campaign: Sequence[str] = ()
+
+    def values(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of the keys in a row."""
+        named = (key.partition("=") for key in self.keys)
+        return {
+            key: row[key] if key in row else ast.literal_eval(default or "None") for key, _, default in named
+        }
 
     def undeclared(self) -> list[str]:
         """Modules of the package that this process has imported and `depends` does not cover."""

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring.common import make_parser, table, write_row
 from measuring.launching import finish, launch, notes
-from measuring.measurement import LAUNCHED, Measurement
+from measuring.measurement import LAUNCHED, Command, Measurement
 
 HERE = Path(__file__).resolve().parent
 MEASUREMENT = Measurement(
@@ -29,6 +29,9 @@ MEASUREMENT = Measurement(
     bound="the limit of the kernel",
     wanted="what is split ends, and goes on",
     depends=LAUNCHED,
+    keys=("ranks", "num_parameters"),
+    figures=("ways.*.seconds",),
+    commands=(Command("python benchmarks/memory/memory.py", minutes=15),),
 )
 
 BATCH = 64  # samples of all ranks together

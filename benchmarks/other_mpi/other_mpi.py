@@ -28,11 +28,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.launching import search_path
-from measuring.measurement import TRAINING, Measurement
+from measuring.measurement import TRAINING, Command, Measurement
 
 MEASUREMENT = Measurement(
     contestants=("the same ranks over Open MPI",),
     depends=TRAINING,
+    keys=("other", "ranks", "grouped_by_session"),
+    figures=("ratio.*",),
+    commands=(Command("python benchmarks/other_mpi/other_mpi.py", minutes=12),),
 )
 
 HERE = Path(__file__).resolve().parent

@@ -45,8 +45,8 @@ class History:
     def stale(self, name: str, row: rows.Row) -> str:
         """Why a row of a program no longer stands for it; empty if it does."""
         commit = row["commit"]
-        if commit.endswith("-dirty"):
-            return "from a tree that was not its commit"
+        if why := rows.flaw(row):
+            return why
         if (commit, name) not in self._known:
             num = self.since(name, commit)
             self._known[commit, name] = (
@@ -55,35 +55,42 @@ class History:
             )  # fmt: skip
         return self._known[commit, name]
 
+    def place(self, commit: str) -> int | None:
+        """How many commits came after this one; None if it is not in the history."""
+        places = (at for at, (one, _) in enumerate(self.commits) if one.startswith(commit.split("-g")[-1]))
+        return next(places, None)
+
     def since(self, name: str, commit: str) -> int | None:
         """How many commits after this one touched what a program depends on; None if it is not in the history."""
-        places = [at for at, (one, _) in enumerate(self.commits) if one.startswith(commit.split("-g")[-1])]
-        if not places:
+        place = self.place(commit)
+        if place is None:
             return None
         measurement = declared(program_of(name))
         own = program_of(name).relative_to(ROOT).as_posix()
         return sum(
             any(path == own or measurement.covers(Path(path)) for path in paths)
-            for _, paths in self.commits[: places[0]]
+            for _, paths in self.commits[:place]
         )
 
 
-def used() -> Iterator[tuple[str, str, rows.Row | None]]:
-    """Page, program and row of all that is shown; no row where a page has none to show."""
+def used() -> Iterator[tuple[str, str, rows.Setting | None]]:
+    """Page, program and setting of all that is shown; None where a page has no row to show."""
     for page in PAGES:
         for section in MARK.findall(page.read_text(encoding="utf-8")):
-            for name, row in rows.shown_by(report.SECTIONS[section]) if section in report.SECTIONS else ():
-                yield page.relative_to(ROOT).as_posix(), name, row
+            for name, setting in (
+                rows.shown_by(report.SECTIONS[section]) if section in report.SECTIONS else ()
+            ):
+                yield page.relative_to(ROOT).as_posix(), name, setting
 
 
 def problems() -> list[tuple[str, str]]:
     """Page, and what is wrong with a row that it shows."""
     history, found = History(), []
-    for page, name, row in used():
-        if row is None:
+    for page, name, setting in used():
+        if setting is None:
             found.append((page, f"{name}: no row has been recorded"))
-        elif why := history.stale(name, row):
-            found.append((page, f"{name} of {row['date']}: {why}"))
+        elif why := history.stale(name, setting.row):
+            found.append((page, f"{name} of {setting.row['date']}: {why}"))
     return list(dict.fromkeys(found))
 
 

@@ -2,14 +2,14 @@
 
     make docs      (`python docs/generate.py`: writes everything that is generated)
 
-No figure of the documentation is typed by hand: every function here takes the newest row of its kind, and a test holds
-that the committed pages are what this makes.
+No figure of the documentation is typed by hand: every function here shows the rows that `rows.py` chooses, and a test
+holds that the committed pages are what this makes.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from measuring.common import mean_interval
@@ -17,7 +17,7 @@ from measuring.measurement import declared, program_of, question
 
 from docs.markdown import table
 from pages import report_gpu, report_growth, report_jobs, report_literature, report_models, report_virtual
-from pages.rows import duration, newest, one, origin, rows_of, shown, size, spread
+from pages.rows import all_rows, duration, newest, one, origin, rows_of, settings_of, shown, size, spread
 
 Row = dict[str, Any]
 
@@ -34,11 +34,12 @@ def step_time() -> str:
         "async": "`async()`, server on a third rank",
     }
     body = []
-    for way in found[(models[0],)]["median_ms"]:
+    for way in max((row["median_ms"] for row in found.values()), key=len):
         line = [names.get(way, way)]
         for model in models:
             row = found[(model,)]
-            line += [f"{row['median_ms'][way]:.1f}", spread(row["ratio_to_gloo"][way])]
+            known = way in row["median_ms"]
+            line += [f"{row['median_ms'][way]:.1f}", spread(row["ratio_to_gloo"][way])] if known else ["", ""]
         body.append(line)
     return table(head, *body) + "\n\n" + origin(*found.values())
 
@@ -65,7 +66,7 @@ def guard_cost() -> str:
 
 def server() -> str:
     ways = ("ours", "bare mpi4py", "torch RPC")
-    found = {key: row for key, row in newest("server", "megabytes", "servers").items() if key[1]}
+    found = dict(sorted(newest("server", "megabytes", "servers").items()))
     head = (
         "MB",
         "servers",
@@ -80,11 +81,9 @@ def server() -> str:
          spread(row["ours_to_bare"]), spread(row["rpc_to_ours"]))
         for (megabytes, servers), row in found.items()
     ]  # fmt: skip
-    last = list(found.values())[-1]
-    load, idle = last["load_before"], last["idle_core"]
-    load = load if isinstance(load, float) else load[0]  # rows of old have that of 5 and 15 minutes, too
-    told = f"The load of the machine before the run was {load:.1f}; an idle server took {idle:.1%} of a core."
-    return table(head, *body) + f"\n\n{told}\n\n" + origin(last)
+    idle = [f"{row['idle_core']:.1%}" for row in found.values() if row.get("idle_core")]
+    told = f"An idle server took {idle[-1]} of a core.\n\n" if idle else ""
+    return table(head, *body) + f"\n\n{told}" + origin(*found.values())
 
 
 def collectives() -> str:
@@ -165,10 +164,13 @@ def codec_accuracy() -> str:
     for (task,) in columns:
         head += [f"{task}: points from dense (95 %)", "times fewer bytes"]
     body = []
-    for codec in found[columns[0]]["codecs"]:
+    for codec in dict.fromkeys(codec for row in found.values() for codec in row["codecs"]):
         line = [f"`{codec}`"]
         for column in columns:
             codecs = found[column]["codecs"]
+            if codec not in codecs:
+                line += ["", ""]
+                continue
             pairs = zip(codecs[codec]["accuracies"], codecs["none"]["accuracies"], strict=True)
             points = [100 * (ours - dense) for ours, dense in pairs]
             low, high = mean_interval(points)
@@ -222,15 +224,8 @@ def memory() -> str:
     return table(head, *body) + f"\n\n{told}\n\n" + origin(row)
 
 
-def whole_reader() -> Row:
-    """The newest row of all ways to read."""
-    row = [row for row in rows_of("reader") if not row.get("pairs")][-1]
-    shown("reader", row)
-    return row
-
-
 def reader() -> str:
-    row = whole_reader()
+    row = one("reader", pairs=False)
     others = ("raw", "shuffled", "loader 0", "loader 2", "loader 4", "rows", "WebDataset")
     names = (
         "raw h5py",
@@ -251,12 +246,12 @@ def reader() -> str:
         text += f"- Samples of {title}: a consumer that computes 20 ms a batch takes {spread(found['ratio'], 3)} times "
         text += "as long a step as on one batch in memory.\n"
     text += "\n" + origin(row)
-    for (load,), pairs in newest("reader", "load_before", pairs=True).items():
+    for (megabytes,), pairs in newest("reader", "megabytes", pairs=True).items():
         limits = [
             key for key in ("raw", "shuffled") if key in next(iter(pairs["cases"].values()))["mpitrain_over"]
         ]
-        text += f"\n\n{', '.join(limits)} and mpitrain alone, by turns, at a load of {load:.1f} on "
-        text += f"{pairs['num_cores']} cores. mpitrain over\n\n"
+        text += f"\n\n{', '.join(limits)} and mpitrain alone, by turns, on {megabytes} MiB, at a load of "
+        text += f"{pairs['load_before']:.1f} on {pairs['num_cores']} cores. mpitrain over\n\n"
         for key in limits:
             found = (
                 f"{title} {spread(case['mpitrain_over'][key])}" for title, case in pairs["cases"].items()
@@ -382,8 +377,13 @@ def chaos() -> str:
             + ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in numbers.items())
             + "."
         )
-    used = [one("chaos", part=part) for part in ("kills", "allreduce", "accuracy", "writing")]
-    return chaos_kills() + "\n\n" + "\n".join(lines) + "\n\n" + origin(*used)
+    return (
+        chaos_kills()
+        + "\n\n"
+        + "\n".join(lines)
+        + "\n\n"
+        + origin(*(each.row for each in settings_of("chaos")))
+    )
 
 
 def tolerance_cost() -> str:
@@ -486,17 +486,17 @@ def sparse() -> str:
 
 def tables() -> str:
     found = newest("tables", "rows", "batch", "hidden")
-    found = {key: row for key, row in found.items() if "hybrid" in row}
-    ways = list(next(iter(found.values()))["median_ms"])
+    ways = max((list(row["median_ms"]) for row in found.values()), key=len)
     head = ("rows of 16", "batch", "units of the tower", *(f"{way}, ms" for way in ways),
             "gloo dense / sync (95 %)", "sync / hybrid (95 %)", "pushed, answered / (rows and ids)", "the same, hybrid",
             "table / pushed, bytes")  # fmt: skip
     body = [
-        (f"{rows:,}", f"{batch} x {row['words']}", f"{hidden:,}",
-         *(f"{row['median_ms'][way]:.2f}" for way in ways), spread(row["gloo_dense_over"]["sync"]),
-         spread(row["sync_over_hybrid"]),
-         *(f"{of['pushed_bytes'] / of['row_bytes']:.3f}, {of['replied_bytes'] / of['row_bytes']:.3f}"
-           for of in (row, row["hybrid"])),
+        (f"{rows:,}", f"{batch} x {row['words']}", f"{hidden:,}" if hidden else "an earlier tower",
+         *(f"{row['median_ms'][way]:.2f}" if way in row["median_ms"] else "" for way in ways),
+         spread(row["gloo_dense_over"]["sync"]),
+         spread(row["sync_over_hybrid"]) if "hybrid" in row else "",
+         *(f"{of['pushed_bytes'] / of['row_bytes']:.3f}, {of['replied_bytes'] / of['row_bytes']:.3f}" if of else ""
+           for of in (row, row.get("hybrid"))),
          f"{row['dense_bytes'] / row['pushed_bytes']:.1f}")
         for (rows, batch, hidden), row in sorted(found.items())
     ]  # fmt: skip
@@ -504,25 +504,19 @@ def tables() -> str:
 
 
 def search() -> str:
-    found = {key: row for key, row in newest("search", "seed").items() if row["ranks"] == 4}
-    head = ("seed", "grid's best accuracy", "ASHA's", "points lost", "ASHA's share of the samples", "and of the time",
+    found = newest("search", "rule", "seed")
+    head = ("rule", "rungs, epochs", "seed",
+            "grid's best accuracy", "ASHA's", "points lost", "ASHA's share of the samples", "and of the time",
             "idle ranks: grid", "ASHA")  # fmt: skip
     body = [
-        (str(seed), f"{row['grid']['accuracy']:.4f}", f"{row['asha']['accuracy']:.4f}",
+        (f"`{rule}`", ", ".join(map(str, row["asha"]["rungs_epochs"])), str(seed),
+         f"{row['grid']['accuracy']:.4f}", f"{row['asha']['accuracy']:.4f}",
          f"{100 * row['accuracy_lost']:.2f}", f"{row['share_of_samples']:.1%}",
          f"{row['asha']['elapsed_s'] / row['grid']['elapsed_s']:.1%}", f"{row['grid']['idle_share']:.1%}",
          f"{row['asha']['idle_share']:.1%}")
-        for (seed,), row in sorted(found.items())
+        for (rule, seed), row in sorted(found.items())
     ]  # fmt: skip
-    rows = list(found.values())
-    rungs = ", ".join(map(str, rows[-1]["asha"]["rungs_epochs"]))
-    told = f'`--asha "{rows[-1]["rule"]}"`: rungs of {rungs} epochs.'
-    return table(head, *body) + f"\n\n{told}\n\n" + origin(*rows)
-
-
-ON_HOSTS = ".venv/bin/python benchmarks/measuring/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python"
-
-COMPRESSION_OF_HOSTS = 'benchmarks/compression.py --where "4 hosts, 100 Mbit/s" --ways gloo threshold'
+    return table(head, *body) + "\n\n" + origin(*found.values())
 
 
 def threads() -> str:
@@ -569,52 +563,39 @@ def other_mpi() -> str:
     return table(head, *body) + "\n\n" + origin(*found.values())
 
 
-# program -> its commands and what is made of its rows
-PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
-    "step_time": (["mpitrain launch -n 3 benchmarks/step_time.py"], step_time),
-    "gpu": (
-        ["mpitrain launch -n 2 benchmarks/gpu.py", "MPITRAIN_GPU_BUFFERS=on mpitrain launch -n 2 benchmarks/gpu.py",
-         "mpitrain launch -n 1 benchmarks/gpu.py"],
-        report_gpu.gpu,
-    ),
-    "guard_cost": (["mpitrain launch -n 2 benchmarks/guard_cost.py"], guard_cost),
-    "server": (["mpitrain launch -n 7 benchmarks/server.py"], server),
-    "collectives": (
-        ["mpitrain launch -n 2 benchmarks/collectives.py", "mpitrain launch -n 4 benchmarks/collectives.py",
-         f"{ON_HOSTS} benchmarks/collectives.py --sizes 25MB --only allreduce,bf16"],
-        collectives,
-    ),
-    "loaded": (["mpitrain launch -n 2 benchmarks/loaded.py"], loaded),
-    "compression": (
-        ['mpitrain launch -n 4 benchmarks/compression.py --where "one host"',
-         f'{ON_HOSTS} {COMPRESSION_OF_HOSTS}'],
-        compression,
-    ),
-    "codec_cost": (["python benchmarks/codec_cost.py"], codec_cost),
-    "codec_accuracy": (["python benchmarks/codec_accuracy.py"], codec_accuracy),
-    "sparse": (["mpitrain launch -n 2 benchmarks/sparse.py"], sparse),
-    "tables": (["mpitrain launch -n 4 benchmarks/tables.py"], tables),
-    "averaging": (["mpitrain launch -n 2 benchmarks/averaging.py"], averaging),
-    "splitting": (["mpitrain launch -n 2 benchmarks/splitting.py"], splitting),
-    "memory": (["python benchmarks/memory/memory.py"], memory),
-    "stragglers": (["mpitrain launch -n 5 benchmarks/stragglers.py"], stragglers),
-    "rates": (["python benchmarks/rates.py"], rates),
-    "reader": (["python benchmarks/reader.py"], reader),
-    "packing": (["mpitrain launch -n 2 benchmarks/packing.py"], packing),
-    "chaos": (["make chaos"], chaos),
-    "search": (["python benchmarks/search.py"], search),
-    "tolerance_cost": (["python benchmarks/tolerance/tolerance_cost.py"], tolerance_cost),
-    "signals": (["python benchmarks/signals/signals.py"], signals),
-    "slurm_signals": (["python benchmarks/signals/slurm_signals.py"], slurm_signals),
-    "threads": (["python benchmarks/threads/threads.py"], threads),
-    "other_mpi": (["python benchmarks/other_mpi/other_mpi.py"], other_mpi),
-    "hostile": (["make hostile"], hostile),
+PROGRAMS: dict[str, Callable[[], str]] = {
+    "step_time": step_time,
+    "gpu": report_gpu.gpu,
+    "guard_cost": guard_cost,
+    "server": server,
+    "collectives": collectives,
+    "loaded": loaded,
+    "compression": compression,
+    "codec_cost": codec_cost,
+    "codec_accuracy": codec_accuracy,
+    "sparse": sparse,
+    "tables": tables,
+    "averaging": averaging,
+    "splitting": splitting,
+    "memory": memory,
+    "stragglers": stragglers,
+    "rates": rates,
+    "reader": reader,
+    "packing": packing,
+    "chaos": chaos,
+    "search": search,
+    "tolerance_cost": tolerance_cost,
+    "signals": signals,
+    "slurm_signals": slurm_signals,
+    "threads": threads,
+    "other_mpi": other_mpi,
+    "hostile": hostile,
     **report_growth.PROGRAMS,
     **report_virtual.PROGRAMS,
     **report_models.PROGRAMS,
     **report_jobs.PROGRAMS,
     **report_literature.PROGRAMS,
-}  # fmt: skip
+}
 
 
 def asked(name: str) -> str:
@@ -632,25 +613,73 @@ def asked(name: str) -> str:
 def programs() -> str:
     """A section for each program."""
     texts = []
-    for name, (commands, made) in PROGRAMS.items():
+    for name, made in PROGRAMS.items():
+        found = declared(program_of(name))
+        commands = [command.line for command in found.commands] or list(found.campaign)
         body = made() if rows_of(name) else "No row has been recorded."
         shown(name, *([] if rows_of(name) else [None]))
-        texts.append("\n".join([f"## {name}", "", asked(name), "", "```sh", *commands, "```", "", body]))
+        parts = [f"## {name}", asked(name), "\n".join(["```sh", *commands, "```"]), body, all_rows(name)]
+        texts.append("\n\n".join(filter(None, parts)))
     return "\n\n".join(texts)
 
 
+def strongest(found: dict[str, float], opponents: Iterable[str]) -> str:
+    """Of these opponents the one with the smallest of our ratios over them, or of their times."""
+    return min((name for name in opponents if name in found), key=lambda name: found[name])
+
+
 def headlines() -> str:
-    """The three ratios of the README, each with the command that measures it."""
-    step = one("step_time", model="mlp")["ratio_to_gloo"]["allreduce"]
-    slow = one("stragglers", compute="emulated compute")["rules"]["async()"]["ratio_to_sync"]
-    read = whole_reader()["cases"]["12 KiB"]["mpitrain_over"]["loader 0"]
+    """The three ratios of the README, each with its command, against the strongest opponent that was measured."""
+    step, row = one("step_time", model="mlp"), one("reader", pairs=False)
+    times = step["median_ms"]
+    best = strongest(times, ("gloo", "bare mpi4py"))
+    names = {"gloo": "DDP over gloo", "bare mpi4py": "a loop with mpi4py's Allreduce"}
+    ratio = {"gloo": spread(step["ratio_to_gloo"]["allreduce"]),
+             "bare mpi4py": f"{times['allreduce'] / times['bare mpi4py']:.2f}"}  # fmt: skip
+    beside = ", ".join(f"{text} of {names[way]}'s" for way, text in ratio.items() if way != best)
+    slow = {
+        compute: one("stragglers", compute=f"{compute} compute")["rules"] for compute in ("real", "emulated")
+    }
+    peer = strongest(
+        {name: -rule["samples_per_second"] for name, rule in slow["real"].items()},
+        ("sync()", "torch DDP over gloo"),
+    )
+    real, emulated = (_over(rules, "async()", peer) for rules in slow.values())
+    over = row["cases"]["12 KiB"]["mpitrain_over"]
+    reader_of = {"rows": "h5py of contiguous rows", "WebDataset": "WebDataset"} | {
+        f"loader {num}": f"DataLoader over h5py, {num} workers" for num in (0, 2, 4)
+    }
+    fastest = strongest({name: ratio[0] for name, ratio in over.items()}, reader_of)
     return f"""\
-- `mpitrain launch -n 3 benchmarks/step_time.py`: `allreduce()` takes **{spread(step)}**
-  of the time per step of torch's DDP over gloo (2 workers, 6.3 million parameters).
-- `mpitrain launch -n 5 benchmarks/stragglers.py`: with one of four workers 5 times as slow,
-  `async()` trains on **{spread(slow)}** times the samples per second of `sync()`.
-- `python benchmarks/reader.py`: shuffled reading is **{spread(read, 0)}** times as fast as torch's
-  DataLoader over h5py (samples of 12 KiB, one core)."""
+- `mpitrain launch -n 3 benchmarks/step_time.py`: a step of `allreduce()`, 2 workers, takes
+  **{ratio[best]}** of the time of {names[best]}, {beside}.
+- `mpitrain launch -n 5 benchmarks/stragglers.py`: one of 4 workers 5 times as slow, `async()` makes
+  **{real}** times the samples/s of {_code(peer)}; emulated by sleeps {emulated}.
+- `python benchmarks/reader.py`: shuffled samples of 12 KiB come **{spread(over[fastest], 0)}** times
+  as fast as by {reader_of[fastest]}; {_least(row)}."""
+
+
+def _over(rules: Row, ours: str, peer: str) -> str:
+    """The ratio of samples a second, with its interval where it was measured in pairs."""
+    if peer == "sync()":
+        return spread(rules[ours]["ratio_to_sync"])
+    return f"{rules[ours]['samples_per_second'] / rules[peer]['samples_per_second']:.2f}"
+
+
+def _code(peer: str) -> str:
+    return f"`{peer}`" if peer.endswith(")") else peer
+
+
+def _least(row: Row) -> str:
+    """The case of the reader in which the strongest opponent comes closest."""
+    found = [
+        (ratio[0], title, name)
+        for title, case in row["cases"].items()
+        for name, ratio in case["mpitrain_over"].items()
+        if name not in ("raw", "shuffled")
+    ]
+    ratio, title, _ = min(found)
+    return f"{ratio:.1f} times where they are {title.partition(' KiB ')[2] or title}"
 
 
 SECTIONS: dict[str, Callable[[], str]] = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 
 from docs.markdown import table
 from pages.rows import Row, one, origin, rows_of, size
@@ -30,17 +31,31 @@ def growth() -> str:
         '"Before" is what the same machine needs where every rank deals the batches of all, is told what all others '
         "have said, and listens to each worker with a receive of its own."
     )
+    counted = "; ".join(
+        f"`{run['strategy']}`{', gone on' if run['resumed'] else ''}, {run['ranks']} ranks: "
+        f"{run['stages']['end']['rank 0']['messages']:.0f} (formula: {math.ceil(math.log2(run['ranks']))})"
+        for run in row["launches"]
+    )
+    counted = (
+        "Rank 0's messages at the end are a formula there, the logarithm of the number of ranks. Counted in the "
+        f"launches above, with all that rank 0 sends and receives after its last step: {counted}."
+    )
+    only = {start["strategy"] for start in row["starts"]}
     parts = [
-        stages(row), told, checkpoints(row), *starts, functions(row), before, origin(row), *starts_alone(),
+        stages(row), told, checkpoints(row), *starts, functions(row), counted, before, origin(row), *starts_alone(only),
     ]  # fmt: skip
     return "\n\n".join(parts)
 
 
-def starts_alone() -> list[str]:
+def starts_alone(elsewhere: set[str]) -> list[str]:
     """Starts and imports of torch that have taken turns, where they have been measured apart."""
     if not rows_of("growth_start"):
         return []
     row = one("growth_start")
+    missing = sorted(elsewhere - {start["strategy"] for start in row["starts"]})
+    left_out = (
+        f" (not of {', '.join(f'`{name}`' for name in missing)}, whose ratio stands above)" if missing else ""
+    )
     head = (
         "start of",
         "first step, s",
@@ -59,7 +74,7 @@ def starts_alone() -> list[str]:
         for start in row["starts"]
     ]
     return [
-        "With `--starts`, starts and imports take turns:",
+        "With `--starts`, starts and imports take turns" + left_out + ":",
         table(head, *body),
         origin(row),
     ]
@@ -106,7 +121,8 @@ def checkpoints(row: Row) -> str:
 def functions(row: Row) -> str:
     head = (
         "ranks", "own lease, us", "before", "all of an epoch, s", "position in the data", "to agree, each rank",
-        "before", "result, each rank", "before", "messages of rank 0", "before", "a message completed, us", "before",
+        "before", "result, each rank", "before", "messages of rank 0 at the end, by formula", "before",
+        "a message completed, us", "before",
     )  # fmt: skip
     body = [
         (f"{of['size']:,}", f"{1e6 * of['lease_s']:.1f}", f"{1e6 * of['lease_before_s']:,.1f}",
@@ -126,9 +142,11 @@ def aggregation() -> str:
            f"{1e3 * run['cpu_s']:.2f}") for run in row["launches"]),
     )  # fmt: skip
     virtual = table(
-        ("strategy", "workers", "nodes", "messages in", "out", "bytes in", "out", "pushes a second"),
+        ("strategy", "workers", "nodes", "messages in", "out", "bytes in", "out", "pushes a second",
+         "of the server's link"),
         *((f"`{run['strategy']}`", f"{run['workers']:,}", str(run["nodes"]), f"{run['messages_in']:.3f}",
-           f"{run['messages_out']:.3f}", size(run["bytes_in"]), size(run["bytes_out"]), f"{run['pushes_per_s']:,.0f}")
+           f"{run['messages_out']:.3f}", size(run["bytes_in"]), size(run["bytes_out"]), f"{run['pushes_per_s']:,.0f}",
+           f"{run['link_share']:.0%}" if "link_share" in run else _not_counted(run, row))
           for run in row["virtual"]),
     )  # fmt: skip
     told = (
@@ -140,7 +158,15 @@ def aggregation() -> str:
     return "\n\n".join([first, measured, told, virtual, origin(row)])
 
 
-PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
-    "growth": (["python benchmarks/growth/growth.py"], growth),
-    "aggregation": (["python benchmarks/growth/aggregation.py"], aggregation),
+def _not_counted(run: Row, row: Row) -> str:
+    """What can be said of a row that did not count the bytes on the link apart."""
+    carried = run["pushes_per_s"] * max(run["bytes_in"], run["bytes_out"]) * 8e-9
+    if carried <= row["gbit_per_s"]:
+        return "not counted"
+    return f"not counted: {carried:.1f} Gbit/s, of which its own node's workers are a part"
+
+
+PROGRAMS: dict[str, Callable[[], str]] = {
+    "growth": growth,
+    "aggregation": aggregation,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from docs.markdown import table
 from pages.rows import newest, origin, spread
@@ -54,7 +54,7 @@ def staleness_sensitivity() -> str:
     return table(head, *body) + "\n\n" + origin(*found.values())
 
 
-PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
-    "literature": (["python benchmarks/literature.py"], literature),
-    "staleness_sensitivity": (["python benchmarks/staleness_sensitivity.py"], staleness_sensitivity),
+PROGRAMS: dict[str, Callable[[], str]] = {
+    "literature": literature,
+    "staleness_sensitivity": staleness_sensitivity,
 }

@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from measuring.measurement import ROOT
 
 from docs.markdown import table
-from pages.rows import Row, one, origin, rows_of, shown, spread
+from pages.rows import Row, newest, one, origin, rows_of, settings_of, shown, spread
 
 sys.path.insert(0, str(ROOT / "benchmarks" / "prediction"))
 from held_out_conditions import Condition
 from held_out_conditions import published as published_seed
 from held_out_verdict import MODELS, NUM_CELLS, always, cells_of, chosen, errors, right_rules, sentence
-from prediction import CHOICE, SHARINGS, STEP_ERROR, TARGET_ERROR, judged, newest, rounds
+from prediction import CHOICE, SHARINGS, STEP_ERROR, TARGET_ERROR, judged, rounds
+from prediction import newest as newest_pairs
 
 
 def virtual_speed() -> str:
@@ -44,8 +45,7 @@ def virtual_speed() -> str:
 
 
 def published() -> str:
-    rows = list({row["curve"]: row for row in rows_of("published")}.values())
-    shown("published", *rows)
+    rows = list(newest("published", "curve").values())
     head = (
         "curve",
         "published",
@@ -80,9 +80,7 @@ def published() -> str:
 
 
 def _pairs(sharing: str) -> list[tuple[Row, Row]]:
-    found = newest(list(rows_of("prediction")), sharing)
-    shown("prediction", *(row for pair in found for row in pair))
-    return found
+    return newest_pairs(list(rows_of("prediction")), sharing)
 
 
 _TRAINING = (
@@ -124,6 +122,7 @@ def _rounds() -> str:
 
 def prediction() -> str:
     texts = [_TRAINING, _rounds(), "The newest run of each condition:"]
+    shown("prediction", *settings_of("prediction"))
     for sharing in SHARINGS:
         conditions = judged(_pairs(sharing))
         if not conditions:
@@ -177,7 +176,7 @@ def held_out() -> str:
     assert drawn is not None, "rows of held_out without a seed"
     commit, seed, conditions = drawn
     measured = cells_of(rows, "measured")
-    shown("held_out", *measured.values())
+    shown("held_out", *settings_of("held_out"))
     how = (
         f"The conditions were drawn by the seed {seed}, the hash of commit {commit[:9]}, which holds the model and the "
         "drawing; the next commit published it, and those after it the predictions. Each cell was run once, of three "
@@ -230,27 +229,9 @@ def _choices(rows: list[Row], conditions: list[Condition]) -> str:
     return table(head, *body) + "\n\n" + told
 
 
-_AS_ROOT = "sudo .venv/bin/python benchmarks/prediction/prediction.py"
-_HELD_OUT = "sudo .venv/bin/python benchmarks/prediction/held_out.py"
-
-PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
-    "virtual_speed": (["python benchmarks/virtual_speed.py"], virtual_speed),
-    "published": (["python benchmarks/published/published.py"], published),
-    "prediction": (
-        [
-            f"{_AS_ROOT} predict",
-            f"{_AS_ROOT} run",
-            "python benchmarks/prediction/prediction.py compare",
-            f"{_AS_ROOT} replay",
-        ],
-        prediction,
-    ),
-    "held_out": (
-        [
-            f"{_HELD_OUT} predict --record",
-            f"{_HELD_OUT} run --record",
-            "python benchmarks/prediction/held_out.py compare",
-        ],
-        held_out,
-    ),
+PROGRAMS: dict[str, Callable[[], str]] = {
+    "virtual_speed": virtual_speed,
+    "published": published,
+    "prediction": prediction,
+    "held_out": held_out,
 }

@@ -48,6 +48,12 @@ MEASUREMENT = Measurement(
         "benchmarks/prediction/prediction.py", "benchmarks/prediction/held_out_job.py",
         "benchmarks/prediction/held_out_conditions.py",
     ),
+    keys=("date",),  # each cell is run once, and stands
+    campaign=(
+        "sudo .venv/bin/python benchmarks/prediction/held_out.py predict --record",
+        "sudo .venv/bin/python benchmarks/prediction/held_out.py run --record",
+        "python benchmarks/prediction/held_out.py compare",
+    ),
 )  # fmt: skip
 
 HERE = Path(__file__).resolve().parent

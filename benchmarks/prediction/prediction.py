@@ -45,6 +45,13 @@ MEASUREMENT = Measurement(
     contestants=("the same runs over MPI",),
     wanted="a mean error of a step of at most 10 %, and the best rule predicted",
     depends=(*VIRTUAL, "mpitrain/cli", "mpitrain/doctor", "mpitrain/launch", "jobs/digits.py"),
+    keys=("kind", "rate", "spread", "sharing", "date"),  # each round stands
+    campaign=(
+        "sudo .venv/bin/python benchmarks/prediction/prediction.py predict",
+        "sudo .venv/bin/python benchmarks/prediction/prediction.py run",
+        "python benchmarks/prediction/prediction.py compare",
+        "sudo .venv/bin/python benchmarks/prediction/prediction.py replay",
+    ),
 )
 
 HERE = Path(__file__).resolve().parent

@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring.common import make_parser, table, write_row
-from measuring.measurement import VIRTUAL, Measurement
+from measuring.measurement import VIRTUAL, Command, Measurement
 from published_assumptions import CURVES, DENSE_MODELS, PERIODS, STALENESS_WORKERS, Curve
 
 from mpitrain.simulation.timing import Workload, time_run
@@ -43,6 +43,9 @@ MEASUREMENT = Measurement(
     contestants=("published curves",),
     wanted="what `published_assumptions.py` calls a hit",
     depends=(*VIRTUAL, "jobs/digits.py"),
+    keys=("curve",),
+    figures=("simulated",),
+    commands=(Command("python benchmarks/published/published.py --rounds 1", minutes=12),),
 )
 
 ENDLESS = 10**12  # samples of a data set that no run gets through

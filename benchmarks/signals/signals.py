@@ -37,6 +37,8 @@ HERE = Path(__file__).resolve().parent
 MEASUREMENT = Measurement(
     wanted="every end as docs/fault-tolerance.md says",
     depends=LAUNCHED,
+    figures=("as_told", "launches", "hung"),
+    campaign=("python benchmarks/signals/signals.py",),
 )
 
 PAGE = ROOT / "docs" / "fault-tolerance.md"

@@ -35,6 +35,8 @@ HERE = Path(__file__).resolve().parent
 MEASUREMENT = Measurement(
     wanted="every run goes on from a checkpoint newer than the signal",
     depends=(*LAUNCHED, "mpitrain/slurm"),
+    keys=("event",),
+    campaign=("python benchmarks/signals/slurm_signals.py",),
 )
 
 STRATEGIES = {

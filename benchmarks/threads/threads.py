@@ -25,12 +25,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.launching import search_path
-from measuring.measurement import LAUNCHED, Measurement
+from measuring.measurement import LAUNCHED, Command, Measurement
 from measuring.models import MODELS
 
 MEASUREMENT = Measurement(
     contestants=("two workers under MPI", "two processes"),
     depends=LAUNCHED,
+    keys=("model",),
+    figures=("over_mpi", "lock"),
+    commands=(Command("python benchmarks/threads/threads.py", minutes=6),),
 )
 
 HERE = Path(__file__).resolve().parent

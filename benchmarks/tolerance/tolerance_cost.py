@@ -30,12 +30,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring.common import machine, make_parser, median_ratio, middle_of, table, write_row
 from measuring.launching import search_path
-from measuring.measurement import LAUNCHED, Measurement
+from measuring.measurement import LAUNCHED, Command, Measurement
 
 MEASUREMENT = Measurement(
     contestants=("the same job without it",),
     wanted="at most 3 % for ULFM, at most 5 % for a checkpoint a minute",
     depends=LAUNCHED,
+    keys=("part", "strategy", "model", "transport"),
+    figures=("ratio", "share_of_a_minute"),
+    commands=(Command("python benchmarks/tolerance/tolerance_cost.py", minutes=12),),
 )
 
 HERE = Path(__file__).resolve().parent

@@ -23,6 +23,7 @@ _OF_TRANSPORTS = r"UCX_|FI_"
 # Not settings: what launchers and wheels leave there.
 _NO_SETTINGS = re.compile(
     r"OMPI_MCA_(ess|orte|pmix|prte|initial|num_procs|mpi_ft_enable)|I_MPI_(ROOT|INFO|HYDRA|MPIRUN)"
+    r"|I_MPI_(PIN_INFO|PIN_MAPPING|BIND_WIN_ALLOCATE|INTERNAL_MEM_POLICY|RETURN_WIN_MEM_NUMA)$|FI_PROVIDER_PATH$"
 )
 
 

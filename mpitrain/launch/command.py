@@ -53,6 +53,9 @@ _OF_A_SYSTEM = ("srun", "flux", "pals")  # launchers that start ranks on the nod
 # ranks on one host use shared memory, and TCP would open a port on every network for nothing.
 _BTL = "OMPI_MCA_btl"
 _BINDING = "OMPI_MCA_hwloc_base_binding_policy"
+# MPICH's Hydra binds nobody. Intel's gives each rank a part of the cores, and with as many ranks as cores one: torch's
+# threads and the communication thread would share it, and so would the ranks of two launches, beside idle cores.
+_PINNING = "I_MPI_PIN"
 # Open MPI's launcher looks after 300 s, and then for 180 s more, whether a silent host is still there.
 _KEEPALIVE = {
     "oob_tcp_keepalive_time": "20",
@@ -150,11 +153,13 @@ def launch_command(ask: Asked) -> tuple[list[str], dict[str, str]]:
     elif launcher.flavour == "pals":
         options = ["--ppn", str(-(-ask.num_ranks // max(1, launched_nodes(environ) or 1)))]
     else:
-        # Hydra oversubscribes by itself, binds nobody and hands on the whole environment
+        # Hydra oversubscribes by itself and hands on the whole environment
         options = ["-iface", interface] if interface else []
         if "SLURM_JOB_ID" in environ and "SLURM_MPI_TYPE" not in environ:
             # It starts its proxies by srun, whose default plugin would show ranks a second way to find each other.
             env["SLURM_MPI_TYPE"] = "none"
+        if ask.local and not any(name.startswith(_PINNING) for name in environ):
+            env[_PINNING] = "off"
         if ask.local and not interface:
             env |= {name: value for name, value in closed(environ).items() if name != _BTL}
     return [launcher.path, "-n", num_ranks, *options, *host_args, *program], env

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.doctor.mpi_settings import acting, lines, yields_to_others
-from tests.ranks import find_mpi, run_ranks
+from tests.ranks import find_mpi, is_intel, run_ranks
 
 ALL = {
     "OMPI_MCA_btl": "^tcp",
@@ -16,7 +16,10 @@ ALL = {
     "MPIR_CVAR_NOLOCAL": "1",
     "MPICH_GPU_SUPPORT_ENABLED": "1",
     "I_MPI_CBWR": "1",
+    "I_MPI_PIN": "off",
+    "I_MPI_PIN_MAPPING": "2:0 0,1 1",
     "I_MPI_ROOT": "/opt",
+    "FI_PROVIDER_PATH": "/opt/lib",
     "UCX_TLS": "sm",
     "HOME": "/",
 }
@@ -28,10 +31,17 @@ ALL = {
         ("Open MPI v5.0.11, package: x", ["OMPI_MCA_btl", "UCX_TLS"]),
         ("MPICH Version:      5.0.2", ["MPIR_CVAR_NOLOCAL", "UCX_TLS"]),
         ("CRAY MPICH version 8.1", ["MPICH_GPU_SUPPORT_ENABLED", "MPIR_CVAR_NOLOCAL", "UCX_TLS"]),
-        ("Intel(R) MPI Library 2021.18", ["I_MPI_CBWR", "UCX_TLS"]),
+        ("Intel(R) MPI Library 2021.18", ["I_MPI_CBWR", "I_MPI_PIN", "UCX_TLS"]),
         (
             "Another MPI",
-            ["I_MPI_CBWR", "MPICH_GPU_SUPPORT_ENABLED", "MPIR_CVAR_NOLOCAL", "OMPI_MCA_btl", "UCX_TLS"],
+            [
+                "I_MPI_CBWR",
+                "I_MPI_PIN",
+                "MPICH_GPU_SUPPORT_ENABLED",
+                "MPIR_CVAR_NOLOCAL",
+                "OMPI_MCA_btl",
+                "UCX_TLS",
+            ],
         ),
     ],
 )
@@ -62,7 +72,7 @@ def test_ranks_set_what_their_mpi_waits_well_by_and_ulfm_is_refused_where_it_is_
     told = run_ranks(2, [python, "-m", "mpitrain", "doctor", "--comm"], mpi=mpi).check().stdout
     setting = {
         "openmpi": "OMPI_MCA_mpi_yield_when_idle=1",
-        "mpich": "MPIR_CVAR_BARRIER_POSIX_INTRA_ALGORITHM=mpir",
+        "mpich": "I_MPI_CBWR=1" if is_intel(mpi) else "MPIR_CVAR_BARRIER_POSIX_INTRA_ALGORITHM=mpir",
     }
     assert " is told: " in told and setting[mpi] in told, told
     refused = run_ranks(

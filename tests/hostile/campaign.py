@@ -22,7 +22,12 @@ from typing import Any
 from benchmarks.measuring.measurement import Measurement
 from tests.hostile import cases
 
-MEASUREMENT = Measurement(("mpitrain",), wanted="every case ends with a message, within its memory")
+MEASUREMENT = Measurement(
+    depends=("mpitrain",),
+    wanted="every case ends with a message, within its memory",
+    figures=("cases", "failed", "peak_mib"),
+    campaign=("make hostile",),
+)
 ROOT = Path(__file__).parents[2]
 BOUND_MIB = 1024  # with --max-gib 0.25: what a file declares, its columns beside it, and what libraries keep
 BATCH_S = 600

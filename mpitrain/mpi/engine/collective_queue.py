@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.errors import MismatchError
+from mpitrain.errors import MismatchError, MpitrainError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.board import GAVE_UP, Board
 from mpitrain.mpi.operation import Op
@@ -67,7 +67,18 @@ class PendingCollective:
     block where that of every rank `blocks` and none is busy. `deposit()`: what this rank leaves on the group's board,
     as the others do for the same call."""
 
-    __slots__ = ("arrival", "deposit", "digest", "function", "is_posted", "op", "own", "sums", "what")
+    __slots__ = (
+        "arrival",
+        "deposit",
+        "digest",
+        "failure",
+        "function",
+        "is_posted",
+        "op",
+        "own",
+        "sums",
+        "what",
+    )
 
     def __init__(
         self, op: Op, function: Callable[[bool], Any], what: str, balance: int, blocks: bool = True,
@@ -75,6 +86,7 @@ class PendingCollective:
     ):  # fmt: skip
         self.op, self.function, self.what, self.deposit = op, function, what, deposit
         self.is_posted = False  # on a board
+        self.failure: Exception | None = None  # of this rank's deposit there
         self.digest = digest(what)
         self.own = array(
             "Q", (self.digest, balance % 2**64, not blocks)
@@ -113,6 +125,8 @@ class PendingCollective:
 
     def check(self, control_comm: "MPI.Comm", board: Board | None = None) -> bool:
         """True if this collective may block; raises MismatchError, on every rank, if the ranks do not agree."""
+        if self.failure is not None:
+            raise self.failure
         if board is not None:
             self.sums = array("Q", board.sums())
         elif self.arrival is None:
@@ -123,10 +137,19 @@ class PendingCollective:
             raise PeersTimedOutError(
                 f"{self.what}: other ranks have waited for this one until their timeout and given up"
             )
+        if board is not None and (failed := board.failed()):
+            raise PeerFailedError(
+                f"{self.what}: rank{'s' * (len(failed) > 1)} {_some(failed)} of this group failed to leave what the "
+                "others need; the error there says why"
+            )
         digests, balance, busy = self.sums
         if digests != self.digest * control_comm.size % 2**64 or balance:
             raise MismatchError(_describe_mismatch(control_comm, self.what))
         return not busy
+
+
+class PeerFailedError(MpitrainError):
+    """Another rank of the group could not take part in a collective, in which nothing has been done."""
 
 
 class PeersTimedOutError(TimeoutError):
@@ -163,7 +186,10 @@ class CollectiveQueue:
             return head.arrived
         if not head.is_posted:
             head.is_posted = True
-            self.board.post(head.own, head.deposit)
+            try:
+                self.board.post(head.own, head.deposit)
+            except Exception as error:  # it is that collective's alone
+                head.failure = error
         return self.board.is_complete()
 
     @property

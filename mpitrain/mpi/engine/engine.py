@@ -31,7 +31,7 @@ from typing import Any
 
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.backoff import Backoff
-from mpitrain.mpi.engine.board_steps import BoardSteps
+from mpitrain.mpi.engine.board_steps import BoardSteps, Turn
 from mpitrain.mpi.engine.collective_queue import Announcement, PendingCollective
 from mpitrain.mpi.engine.doorbell import DRIVER
 from mpitrain.mpi.engine.forks import refuse_children_of
@@ -43,7 +43,7 @@ from mpitrain.mpi.operation import Op, message_of
 from mpitrain.system import awake, background
 
 
-class Engine(BoardSteps):
+class Engine:
     """Drives the nonblocking operations of one process over communicator `comm`. `ulfm`: the launch has ULFM, and an
     operation that waits for a dead rank fails (`failed_ranks.py`). `tolerant`: the job may go on without ranks that
     die, so every receive names its rank."""
@@ -52,9 +52,9 @@ class Engine(BoardSteps):
         self.comm, self.tolerant = comm, tolerant or ulfm
         self.listens_to_each = self.tolerant  # worlds post a receive for each peer, not one for all of them
         self.on_wait: Callable[[], None] = lambda: None  # called again and again while a thread waits
-        self._begin(FailedRanks() if ulfm else None)
         self._backoff = Backoff()
         self._rests = Rests(self._backoff)
+        self._begin(FailedRanks() if ulfm else None)
         self._stopping = False
         self.waited_s = 0.0  # seconds for which threads that compute have waited for other ranks
         self.who = "" if comm.size == 1 else f"rank {comm.rank} of {comm.size}"
@@ -67,6 +67,9 @@ class Engine(BoardSteps):
         self._mpi = Ownership()  # once there is a communication thread
         self._driving = threading.Lock()  # held by the one waiting thread that drives MPI
         self._finished = threading.Condition()
+        self.boards = BoardSteps(
+            self._progress, self._rests, Turn(self._mpi, self._driving, self._commands), self
+        )
         self._num_asleep = 0  # threads that wait while another one drives; changed under `_finished`
         self._broken: BaseException | None = None
 
@@ -184,7 +187,7 @@ class Engine(BoardSteps):
             return False
         if self._commands or not self._progress.is_idle or self._broken is not None:
             self._driving.release()
-            self._give()
+            self.give()
             return False
         self._backoff.traffic()
         return True
@@ -192,7 +195,7 @@ class Engine(BoardSteps):
     def _let_go(self, began_s: float) -> None:
         self.waited_s += time.monotonic() - began_s
         self._driving.release()
-        self._give()
+        self.give()
 
     def _may_spin(self) -> bool:
         return not self._commands and self._rests.may_spin()
@@ -300,18 +303,23 @@ class Engine(BoardSteps):
         try:
             yield
         finally:
-            self._give()
+            self.give()
 
     def _take(self) -> bool:
         """Own MPI in this thread; False, and it is given back, where a collective is under way."""
         self._mpi.claim(self._rests.driver.set)
         self._step()
         if self._broken is None and self._progress.has_collectives:
-            self._give()
+            self.give()
             return False
         return True
 
-    def _give(self, short: bool = False) -> None:
+    @property
+    def may_step(self) -> bool:
+        """Whether there is a communication thread, which drives what a step leaves, and nothing is broken."""
+        return self._thread is not None and self._broken is None
+
+    def give(self, short: bool = False) -> None:
         """Let other threads own MPI, and the communication thread drive what is outstanding; after a nap if `short`."""
         self._release()
         self._leave(short)
@@ -469,7 +477,7 @@ class Engine(BoardSteps):
                 start()
         except Exception as error:
             self._break(error)
-        self._give(short=may)
+        self.give(short=may)
         return may
 
     def _command(self, command: Callable[[], None], quiet: bool = False) -> None:

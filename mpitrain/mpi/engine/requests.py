@@ -232,12 +232,13 @@ class Progress:
         made: Announcement,
         function: Callable[[bool], Any],
         limit_s: Callable[[], float],
+        failure: Exception | None = None,
     ) -> Op:
-        """The Op of a collective at which this rank has arrived on the board."""
+        """The Op of a collective at which this rank has arrived on the board; `failure`: of its deposit."""
         op = Op("collective")
         op.what = made.what
         collective = PendingCollective.announced(op, function, made)
-        collective.is_posted = True
+        collective.is_posted, collective.failure = True, failure
         queue.pending.append(collective)
         self.run_arrived()
         if not op.done:
@@ -410,7 +411,7 @@ class Progress:
         for collective in collectives:
             if collective.arrival is not None and not collective.arrival.done:
                 self._abandon(collective.arrival, error)
-            self.complete(collective.op, error)
+            self.complete(collective.op, collective.failure or error)
 
     # ---- tasks and collectives
 

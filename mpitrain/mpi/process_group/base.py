@@ -157,7 +157,7 @@ class GroupBase(dist.ProcessGroup):
         """Collective, in the thread that owns MPI: have the members arrive on a board where that can be."""
         board = on_board.make(self._runtime, self._comm, self._ranks)
         if board is not None:
-            queue = self._engine.use_board(self._control_comm, board, self._runtime.shares_cores)
+            queue = self._engine.boards.use(self._control_comm, board, self._runtime.shares_cores)
             self._board = on_board.TensorBoard(board, queue, self._rank, self._size)
 
     def leave(self) -> Op | None:
@@ -303,7 +303,7 @@ class GroupBase(dist.ProcessGroup):
         op: Op | bool
         error = None
         try:
-            op = self._engine.step_on_board(
+            op = self._engine.boards.step(
                 board.queue, made, call.deposit, finish, lambda: self._limit(opts).total_seconds(), waits
             )
         except Exception as failure:

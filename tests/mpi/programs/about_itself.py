@@ -6,7 +6,7 @@ import resource
 import signal
 import sys
 
-LAUNCHERS = ("PMIX", "OMPI", "PRTE")
+LAUNCHERS = ("PMIX", "OMPI", "PRTE", "I_MPI_HYDRA_UUID")
 
 print(
     json.dumps(

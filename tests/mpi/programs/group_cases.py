@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mpitrain  # noqa: F401  (this import is all a script needs)
 from mpitrain.errors import MismatchError
 from mpitrain.mpi.engine import doorbell
+from mpitrain.mpi.engine.collective_queue import PeerFailedError
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.process_group import on_board, point_to_point, process_group
 from tests.mpi.cases import raises, run_cases, starts
@@ -558,6 +559,43 @@ def case_ranks_that_wait_sleep_until_the_last_one_rings(rt):
         dist.barrier()
     assert rt.rank or bell.num_rung - rung >= 20 * (rt.size - 1), (bell.num_rung - rung, rt.size)
     assert bell.num_missed - missed <= 2  # of 20: a rank may lose its core between its arrival and its ring
+
+
+def case_a_part_that_cannot_be_left_fails_its_own_collective_alone(rt):
+    """On the rank that could not leave it with its own error, on the others with one that names the rank; whichever
+    thread leaves it. The collectives before and behind it are as if it had not been."""
+    if doorbell.why_not("none"):
+        return
+    copy_in, left = on_board.Board.copy_in, []
+
+    def planted(board, address, size_bytes):
+        if size_bytes == 2 * 77:
+            left.append(threading.current_thread())
+            if rt.rank == 1:
+                raise MemoryError("planted")
+        copy_in(board, address, size_bytes)
+
+    error, text = (
+        (MemoryError, "planted") if rt.rank == 1 else (PeerFailedError, "rank 1 of this group failed")
+    )
+    with mock.patch.object(on_board.Board, "copy_in", planted):
+        for turn in range(30):
+            whole, bad = torch.full((5,), 2.0).bfloat16(), torch.ones(77).bfloat16()
+            if turn % 3 == 0:
+                raises(error, text, lambda: dist.all_reduce(bad))  # noqa: B023 - it is called at once
+            else:
+                tensors = (whole, bad, whole.clone(), bad.clone())
+                works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+                if turn % 3 == 1:  # the thread that waits here drives nothing
+                    raises(Exception, text, works[-1].get_future().wait)
+                for work in works[1::2]:
+                    raises(error, text, work.wait)
+                for work in works[::2]:
+                    work.wait()
+                assert tensors[2].eq(2 * rt.size).all()
+            dist.all_reduce(tensor := torch.full((3,), float(turn)).bfloat16())
+            assert tensor.eq(turn * rt.size).all()
+    assert {*left} - {threading.main_thread()}, "no other thread has left a part"
 
 
 def case_what_lies_on_the_board_has_the_bits_of_the_library(rt):
