@@ -473,11 +473,13 @@ def sparse() -> str:
         "gloo sparse, ms",
         "dense, ms",
         "sparse, ms",
+        "gloo sparse / sparse",
         "gloo dense / sparse (95 %)",
         "table / sparse, bytes",
     )
     body = [
         (f"{rows:,}", f"{batch} x {row['words']}", *(f"{row['median_ms'][way]:.2f}" for way in row["median_ms"]),
+         f"{row['median_ms']['gloo sparse'] / row['median_ms']['sparse']:.2f}",
          spread(row["gloo_dense_over"]["sparse"]), f"{row['dense_bytes'] / row['sparse_bytes']:.1f}")
         for (rows, batch), row in sorted(found.items())
     ]  # fmt: skip

@@ -69,6 +69,8 @@ except (ImportError, RuntimeError) as error:  # of a build against one library, 
         "threads=4) or --threads 4, and mpitrain.simulate works"
     ) from None
 
-end_requests.take_hup_back()  # where somebody had loaded MPI before
+# HUP where somebody had loaded MPI before. To Intel MPI USR1 is its launcher's word that a rank has died: it asks who,
+# and where that is Slurm, which knows no such question, its next call fails.
+end_requests.take_back()
 
 __all__ = ["MPI"]

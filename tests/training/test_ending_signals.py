@@ -90,8 +90,8 @@ import os, signal
 from mpitrain.system.launched import end_requests
 heard = []
 signal.signal(signal.SIGHUP, lambda *_: heard.append(1))
-take_back = end_requests.take_hup_back
-end_requests.take_hup_back = lambda: (os.kill(os.getpid(), signal.SIGHUP), take_back())
+take_back = end_requests.take_back
+end_requests.take_back = lambda: (os.kill(os.getpid(), signal.SIGHUP), take_back())
 import mpitrain.mpi.bindings
 print(len(heard))
 """

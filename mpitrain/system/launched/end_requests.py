@@ -52,11 +52,13 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def take_hup_back() -> None:
-    """Give HUP the meaning again that it has in Python, after a library has taken it without asking."""
-    handler = signal.getsignal(signal.SIGHUP)
-    if handler is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGHUP, handler)
+def take_back() -> None:
+    """Give HUP and USR1 the meaning again that they have in Python, after a library has taken them without asking."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGHUP, signal.SIGUSR1):
+        if (handler := signal.getsignal(number)) is not None:
+            signal.signal(number, handler)
 
 
 class EndRequests:
