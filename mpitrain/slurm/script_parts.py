@@ -233,7 +233,6 @@ launch() { # runs its arguments as the ranks of $RUN_DIR/hosts
         export SLURM_HOSTFILE=$RUN_DIR/hosts
         if [[ ${MPITRAIN_FT:-} == heartbeat ]]; then
             fate=(--kill-on-bad-exit=0 --no-kill --wait=0)
-            rm -f "$RUN_DIR/result.json"
         fi
         if ((nodes >= ${FILES_FROM_NODES:-64})); then # a file a node, and here what comes from rank 0's node
             mkdir -p "$RUN_DIR/output"
@@ -253,7 +252,8 @@ launch() { # runs its arguments as the ranks of $RUN_DIR/hosts
             cat <&"$shown"
             exec {shown}<&-
         fi
-        if [[ ${MPITRAIN_FT:-} == heartbeat && -e $RUN_DIR/result.json ]]; then # srun's code is that of the dead
+        # srun's code is that of the dead; a result from before this start's placement is another start's
+        if [[ ${MPITRAIN_FT:-} == heartbeat && $RUN_DIR/result.json -nt $RUN_DIR/hosts ]]; then
             code=$(sed -n 's/^ *"exit_code": \\([0-9]*\\),*$/\\1/p' "$RUN_DIR/result.json")
         fi
         return "$code"
