@@ -37,6 +37,8 @@ MEASUREMENT = Measurement(
 BATCH = 64  # samples of all ranks together
 REFUSED = re.compile(r"can't allocate memory|MemoryError|Cannot allocate memory|bad_alloc|out of memory")
 
+LEAST_BYTES = 64e6  # stacks of threads, buffers of MPI: below, split models are refused memory, too
+
 
 def main() -> None:
     parser = make_parser(__doc__, MEASUREMENT)
@@ -59,6 +61,9 @@ def main() -> None:
     }
     numbers = options.blocks * (8 * options.width**2 + 5 * options.width)
     needed = 16 * numbers
+    if needed / 3 < LEAST_BYTES:
+        parser.error(f"of {numbers:,} parameters a rank would be allowed {needed / 3e6:.0f} MB, and needs "
+                     f"{LEAST_BYTES / 1e6:.0f} MB whatever the model is: take more --width or --blocks")  # fmt: skip
     found: dict[str, Any] = {}
     for _ in range(options.rounds):
         for way, batch_size in chosen.items():
