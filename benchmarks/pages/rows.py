@@ -167,7 +167,8 @@ def all_rows(name: str) -> str:
     from docs.markdown import table  # campaigns that only read rows do not have it on their path
 
     head = ("setting", "figure", "shown", "lowest", "highest", "rows")
-    return "All rows of settings that were measured more than once:\n\n" + table(head, *body)
+    told = "All rows of settings that were measured more than once"
+    return f"<details><summary>{told}</summary>\n\n{table(head, *body)}\n\n</details>"
 
 
 def number_text(value: float) -> str:
