@@ -38,6 +38,11 @@ _ENV_SWITCHES = {
 _Answer = tuple[bool, str] | None
 
 
+def is_forced() -> bool:
+    """Whether the environment has MPI read device memory, whatever the library says of itself."""
+    return os.environ.get(_SWITCH, "").lower() == "on"
+
+
 @functools.cache
 def gpu_aware() -> tuple[bool, str]:
     """(verdict, why). Call after MPI is initialised; asked once, then remembered (`gpu_aware.cache_clear`). Where this

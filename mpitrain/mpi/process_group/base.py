@@ -155,10 +155,11 @@ class GroupBase(dist.ProcessGroup):
 
     def _put_up_board(self) -> None:
         """Collective, in the thread that owns MPI: have the members arrive on a board where that can be."""
-        board = on_board.make(self._runtime, self._comm, self._ranks)
-        if board is not None:
+        made = on_board.make(self._runtime, self._comm, self._ranks)
+        if made is not None:
+            board, carries_any = made
             queue = self._engine.boards.use(self._control_comm, board, self._runtime.shares_cores)
-            self._board = on_board.TensorBoard(board, queue, self._rank, self._size)
+            self._board = on_board.TensorBoard(board, queue, self._rank, self._size, carries_any)
 
     def leave(self) -> Op | None:
         """Leave the group; returns at once, the first time with an Op that is done when all have left, and the group's

@@ -21,6 +21,7 @@ from mpitrain.mpi.engine import doorbell
 from mpitrain.mpi.engine.board import MAX_RANKS, Board, num_bytes
 from mpitrain.mpi.engine.collective_queue import CollectiveQueue
 from mpitrain.mpi.memory import buffers
+from mpitrain.mpi.memory.device_aware import is_forced
 from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ Way = tuple[Callable[[], None], Callable[[bool], None]]  # what is done on arriv
 class TensorBoard:
     """The board of a group, for tensors."""
 
-    def __init__(self, board: Board, queue: CollectiveQueue, rank: int, size: int):
+    def __init__(self, board: Board, queue: CollectiveQueue, rank: int, size: int, carries_any: bool):
         self.board, self.queue, self._rank, self._size = board, queue, rank, size
+        self._carries_any = carries_any
         self._memory = torch.frombuffer(board.memory.map, dtype=torch.uint8)
         self._views: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
 
@@ -50,8 +52,8 @@ class TensorBoard:
         return self._size == 2 or is_sixteen(dtype)
 
     def holds(self, dtype: torch.dtype, count: int) -> bool:
-        """Whether so many numbers are something, and fit what a rank may leave."""
-        return 0 < count * dtype.itemsize <= self.board.slot_bytes
+        """Whether so many numbers are something, and fit what a rank may leave, where tensors go this way at all."""
+        return self._carries_any and 0 < count * dtype.itemsize <= self.board.slot_bytes
 
     def deposit(self, memory: torch.Tensor) -> None:
         """Leave a contiguous host tensor."""
@@ -137,8 +139,10 @@ class TensorBoard:
         return deposit, take
 
 
-def make(runtime: Runtime, comm: MPI.Intracomm, ranks: list[int]) -> Board | None:
-    """Collective over the members, in the thread that owns MPI: the board of a new group, which all can use or none."""
+def make(runtime: Runtime, comm: MPI.Intracomm, ranks: list[int]) -> tuple[Board, bool] | None:
+    """Collective over the members, in the thread that owns MPI: the board of a new group, which all can use or none,
+    and whether tensors are left on it: none are where a rank's environment has MPI read device memory
+    (MPITRAIN_GPU_BUFFERS=on), wherever they lie, since that is not known of the others' tensors."""
     size, rank = comm.size, comm.rank
     one_node = len({runtime.nodes[member] for member in ranks}) == 1
     if not one_node or not 1 < size <= MAX_RANKS or runtime.fault_tolerance != "none":
@@ -150,7 +154,9 @@ def make(runtime: Runtime, comm: MPI.Intracomm, ranks: list[int]) -> Board | Non
         with contextlib.suppress(OSError):
             own, memory = runtime.bell(), doorbell.SharedMemory.made(length) if rank == 0 else None
             bell = own
-    every = json_collectives.allgather(comm, bell and [bell.memory.place, memory and memory.place])
+    every = json_collectives.allgather(
+        comm, bell and [bell.memory.place, memory and memory.place, is_forced()]
+    )
     board = None
     with contextlib.suppress(OSError):
         if bell is not None and all(every):
@@ -161,4 +167,4 @@ def make(runtime: Runtime, comm: MPI.Intracomm, ranks: list[int]) -> Board | Non
     usable = all(json_collectives.allgather(comm, board is not None))
     if memory is not None:
         memory.close()
-    return board if usable else None
+    return (board, not any(each[2] for each in every)) if board is not None and usable else None

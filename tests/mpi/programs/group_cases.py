@@ -561,6 +561,20 @@ def case_ranks_that_wait_sleep_until_the_last_one_rings(rt):
     assert bell.num_missed - missed <= 2  # of 20: a rank may lose its core between its arrival and its ring
 
 
+def case_where_mpi_is_to_read_device_memory_nothing_is_left_on_the_board(rt):
+    """Also where one rank's environment alone says so."""
+    with mock.patch.dict(os.environ, {"MPITRAIN_GPU_BUFFERS": "off" if rt.rank else "on"}):
+        group = dist.new_group()
+    with mock.patch.object(on_board.Board, "copy_in", side_effect=AssertionError("left on the board")):
+        tensor = torch.ones(5).bfloat16()
+        dist.all_reduce(tensor, group=group)
+        dist.broadcast(tensor, 1, group=group)
+        assert tensor.eq(rt.size).all()
+        if not doorbell.why_not("none"):  # the board is there, and others' tensors are left there
+            raises(Exception, "", functools.partial(dist.all_reduce, tensor))
+    dist.destroy_process_group(group)
+
+
 def case_a_part_that_cannot_be_left_fails_its_own_collective_alone(rt):
     """On the rank that could not leave it with its own error, on the others with one that names the rank; whichever
     thread leaves it. The collectives before and behind it are as if it had not been."""
