@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import mmap
 import os
 import threading
 from array import array
@@ -141,6 +142,15 @@ def test_memory_of_another_process_is_known_by_its_cookie():
         with pytest.raises(OSError):
             SharedMemory.at(place, length)
     assert SharedMemory.at(memory.place, 4096).map[:16].hex() == memory.place.cookie
+    memory.close()
+
+
+def test_memory_is_taken_when_it_is_first_written():
+    memory = SharedMemory.made(1 << 20)
+    taken = [os.fstat(memory.place.file).st_blocks * 512]
+    memory.map[1 << 19] = 1
+    taken.append(os.fstat(memory.place.file).st_blocks * 512)
+    assert taken == [mmap.PAGESIZE, 2 * mmap.PAGESIZE]
     memory.close()
 
 

@@ -68,10 +68,10 @@ class SharedMemory:
 
     @classmethod
     def made(cls, num_bytes: int) -> "SharedMemory":
-        """New, zeros. Raises OSError where there is not so much."""
+        """New, zeros; a page of it is taken when it is first written. Raises OSError where it cannot be made."""
         file = os.memfd_create("mpitrain")
         try:
-            os.posix_fallocate(file, 0, num_bytes)
+            os.ftruncate(file, num_bytes)
             memory = cls(file, num_bytes)
         except BaseException:
             os.close(file)
