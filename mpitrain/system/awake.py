@@ -45,7 +45,7 @@ class AwakeClock:
 
 
 _clock: AwakeClock | None = None
-_turn = threading.Lock()
+_turn = threading.RLock()  # a signal may come while it is held, and what hears the signal asks for the time
 
 
 def clock() -> AwakeClock:
@@ -56,7 +56,7 @@ def clock() -> AwakeClock:
             if _clock is None:
                 new = AwakeClock()
                 background.start("clock", _keep_ticking, new)
-                _clock = new
+                _clock = _clock or new  # one that a signal has begun meanwhile has been asked
     return _clock
 
 
@@ -73,7 +73,7 @@ def _keep_ticking(ticking: AwakeClock) -> None:
 
 def _begin_anew() -> None:
     global _clock, _turn
-    _clock, _turn = None, threading.Lock()
+    _clock, _turn = None, threading.RLock()
 
 
 os.register_at_fork(after_in_child=_begin_anew)

@@ -4,7 +4,7 @@ Invariants: Python raises KeyboardInterrupt wherever the main thread is. In a fu
 backward pass, it comes out as another error; in a destructor or a callback it is printed and lost. So it is remembered
 that the signal came, and every other end of the call is turned into KeyboardInterrupt. A first one waits for the end
 of what cannot be left half done, since the caller's process goes on: a `whole()`, which raises it there, and an import,
-after which the run raises it where it looks; a second one waits for nothing. Standard library only.
+after which the run raises it where it looks; a second one waits for nothing. Standard library and `flag.py` only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-_heard = threading.Event()
+from mpitrain.system.flag import Flag
+
+_heard = Flag()
 _goes_on = False  # whether the process goes on after what is under way
 _num_whole = 0
 

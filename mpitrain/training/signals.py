@@ -17,11 +17,12 @@ import time
 from typing import Any
 
 from mpitrain.system import background, interrupts, stacks
+from mpitrain.system.flag import Flag
 from mpitrain.system.launched import rank_status, time_limit
 from mpitrain.system.launched.end_requests import AGAIN_S, ENDS, EndRequests, asking
 from mpitrain.system.launched.launch_variables import is_rank
 
-_asked = threading.Event()
+_asked = Flag()
 _before: dict[int, Any] = {}
 _ends: EndRequests | None = None  # of this run, from its first on
 _is_command = False

@@ -1,6 +1,9 @@
 """The clock that stands while its process does."""
 
 import os
+import signal
+
+import pytest
 
 from mpitrain.system import awake
 from mpitrain.system.awake import MOST_S, TICK_S, AwakeClock
@@ -37,3 +40,24 @@ def test_a_process_has_one_clock_and_a_forked_child_its_own():
     assert os.waitpid(pid, 0)[1] == 0
     while awake.now_s() <= before_s:
         pass
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_that_comes_while_the_clock_begins_may_ask_for_the_time(monkeypatch):
+    """As of a launch that is told to end in its first moment."""
+    asked_s = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: asked_s.append(awake.now_s()))
+    begin = awake.background.start
+
+    def start(*words):
+        if not asked_s:
+            asked_s.append(0.0)
+            signal.raise_signal(signal.SIGUSR1)
+        begin(*words)
+
+    monkeypatch.setattr(awake.background, "start", start)
+    awake._begin_anew()
+    try:
+        assert awake.now_s() >= asked_s[1] > 0.0 and awake.clock() is awake.clock()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
