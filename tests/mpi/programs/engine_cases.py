@@ -317,7 +317,9 @@ def case_a_broken_callback_fails_everybody_who_waits(rt):
     def broken(op):
         raise KeyError("planted in a callback")
 
-    engine.call(lambda: None).then(broken)
+    is_heard = threading.Event()  # or what is done already calls back at once, in this thread
+    engine.call(is_heard.wait).then(broken)
+    is_heard.set()
     for op in (never, engine.call(lambda: None)):
         try:
             engine.wait(op, timeout_s=DEADLINE_S)
