@@ -157,7 +157,7 @@ def test_a_row_is_refused_where_the_tree_is_not_its_commit_before_anything_is_me
 def test_a_row_names_its_machine_versions_settings_and_what_else_ran(common, monkeypatch):
     def row_of(load, stolen):
         ticks = iter(([0] * 8, [50, 0, 0, 50 - stolen, 0, 0, 0, stolen]))
-        monkeypatch.setattr(common, "_ticks", lambda: next(ticks))
+        monkeypatch.setattr(common, "ticks", lambda: next(ticks))
         monkeypatch.setattr(common.os, "getloadavg", lambda: (load,) * 3)
         parser = parser_of(common)
         parser.add_argument("--sizes", nargs="+", type=int)

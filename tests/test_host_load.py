@@ -23,7 +23,7 @@ TICK_S = 0.01
 )
 def test_time_that_was_not_ours_nor_stolen_is_others(monkeypatch, user, idle, steal, own_s, others_share):
     ticks, own = iter([[0] * 8, [user, 0, 0, idle, 0, 0, 0, steal]]), iter([0.0, own_s])
-    monkeypatch.setattr(host_load, "_ticks", lambda: next(ticks))
+    monkeypatch.setattr(host_load, "ticks", lambda: next(ticks))
     monkeypatch.setattr(host_load, "_own_s", lambda: next(own))
     monkeypatch.setattr(host_load.os, "sysconf", lambda name: round(1 / TICK_S))
     found = Watch().load()

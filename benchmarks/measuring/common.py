@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from measuring.measurement import ROOT, Measurement
+from mpitrain.system.host_load import ticks
 from mpitrain.system.launched.launch_variables import launched_rank
 
 TRACKED = ROOT / "benchmarks" / "results"  # under version control: only with --record
@@ -88,7 +89,7 @@ def make_parser(description: str | None, measurement: Measurement) -> argparse.A
     MPITRAIN_BENCHMARK_RESULTS if that is set.
     """
     global _run
-    _run = _Run(measurement, {}, os.getloadavg()[0], _ticks(), time.monotonic())
+    _run = _Run(measurement, {}, os.getloadavg()[0], ticks(), time.monotonic())
     parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--record", action=_Record, nargs=0, help="append what was measured to benchmarks/results"
@@ -161,14 +162,9 @@ def _mpi() -> dict[str, str]:
     return {"mpi": sys.modules["mpi4py.MPI"].Get_library_version().strip("\0\n ").splitlines()[0]}
 
 
-def _ticks() -> list[int]:
-    """What all processors have spent so far: user, nice, system, idle, iowait, irq, softirq, steal."""
-    return [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
-
-
 def busyness() -> dict[str, Any]:
     """How busy the machine was before this run and since, and what its host has given to others."""
-    spent = [after - before for before, after in zip(_run.ticks, _ticks(), strict=True)]
+    spent = [after - before for before, after in zip(_run.ticks, ticks(), strict=True)]
     stolen = spent[7] / max(1, sum(spent))
     return {
         "load_before": round(_run.load, 2),

@@ -2,9 +2,9 @@
 
     python benchmarks/opponents/campaign.py [--only lance zarr] [-- --rounds 7 --record]
 
-Of each library an environment is made from the file of its name (`environments/`), the question that it is an opponent
-in is asked with it, and the environment is removed. What comes after `--` goes to the question's program. A library
-that cannot be installed or does not run is named, with the last line that was said, and the others go on.
+Of each library of `reading.py` an environment is made from the file of its name (`environments/`; h5py and torch are in
+ours), the question is asked with it, and the environment is removed. What comes after `--` goes to `reading.py`. A
+library that cannot be installed or does not run is named, with the last line that was said, and the others go on.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from reading import LIBRARIES
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "opponents"
-# What these environments are for; h5py and torch are in ours.
-QUESTIONS = dict.fromkeys(("h5py", "torch", "lance", "streaming", "webdataset", "zarr"), "reading.py")
 
 
 def failure_of(command: list[str]) -> str:
@@ -37,7 +37,7 @@ def measure(name: str, words: list[str]) -> str:
             pip = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps"]
             if why := failure_of([*pip, "--upgrade", "--target", str(folder), "-r", str(needed)]):
                 return f"not installed: {why}"
-        return failure_of([sys.executable, str(HERE / QUESTIONS[name]), name, *words])
+        return failure_of([sys.executable, str(HERE / "reading.py"), name, *words])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -47,8 +47,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=sorted(QUESTIONS), default=sorted(QUESTIONS))
-    parser.add_argument("words", nargs="*", help="after --: what the question's program is told")
+    parser.add_argument("--only", nargs="+", choices=sorted(LIBRARIES), default=sorted(LIBRARIES))
+    parser.add_argument("words", nargs="*", help="after --: what reading.py is told")
     options = parser.parse_args()
     failed = False
     for name in options.only:

@@ -87,7 +87,7 @@ def compare(name, sample_bytes, options, scratch):
     try:
         for number in range(-1, options.rounds):
             for way in [*readers][:: -1 if number % 2 else 1]:
-                speed = readers[way].ask(seed=number + 2, turn_s=options.turn_s)["samples_per_second"]
+                speed = readers[way].ask(seed=number + 2, turn_s=options.turn_s)
                 if number >= 0:
                     speeds[way].append(speed)
     finally:

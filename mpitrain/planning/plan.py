@@ -59,6 +59,7 @@ from mpitrain.system.launched.launch_variables import launched_rank, launched_si
 from mpitrain.system.saying import say, tell
 from mpitrain.training.job_file import load_job
 from mpitrain.values import parse
+from mpitrain.virtual.compute import ComputeLaw
 from mpitrain.virtual.link_costs import link_cost
 from mpitrain.virtual.message_law import LinkCost
 from mpitrain.virtual.network import Cluster, MeasuredNetwork, NetworkLaw
@@ -299,9 +300,11 @@ def _conditions(
     assumed = [
         "times are closed forms; servers have nodes of their own; no gradients were computed for a loss curve"
     ]
-    law: Any
+    law: ComputeLaw | tuple[float, ...]
     if request.compute is not None:
-        law = parse(request.compute, "compute")
+        given = parse(request.compute, "compute")
+        assert isinstance(given, ComputeLaw)
+        law = given
     else:
         assert probed is not None
         law = probed.steps_s

@@ -213,10 +213,7 @@ def _async_rate(setting: Setting, conditions: Conditions, num_workers: int, batc
     """Batches a second of workers that wait for nobody: they compute and send, and queue for the servers' links, in
     and out, and for their updates. Of several servers each has its part of every message, at once with the others."""
     link, num_bytes, servers = conditions.between, conditions.num_bytes, setting.servers
-    sizes = (
-        setting.push * num_bytes / servers,
-        setting.reply * num_bytes / servers,
-    )  # of a message to one server
+    sizes = [one * num_bytes / servers for one in (setting.push, setting.reply)]  # of a message to one server
     stations_s = [link.role_bytes(one) * link.beta_s for one in sizes] + [conditions.apply_s / servers]
     # what an exchange takes besides its time at the stations: latencies, and the parts for the other servers
     alone_s = sum(link.role_s(one) - link.role_bytes(one) * link.beta_s for one in sizes)

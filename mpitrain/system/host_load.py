@@ -37,11 +37,11 @@ class Watch:
     """Counts from now on."""
 
     def __init__(self) -> None:
-        self._began = _ticks(), _own_s()
+        self._began = ticks(), _own_s()
 
     def load(self) -> HostLoad:
         """Since the beginning."""
-        (before, own_before_s), (after, own_s) = self._began, (_ticks(), _own_s())
+        (before, own_before_s), (after, own_s) = self._began, (ticks(), _own_s())
         spent = [now - then for now, then in zip(after, before, strict=True)]
         if sum(spent) <= 0:
             return HostLoad()
@@ -56,8 +56,9 @@ def _own_s() -> float:
     return time.process_time() + children.children_user + children.children_system
 
 
-def _ticks() -> list[int]:
-    """User, nice, system, idle, iowait, irq, softirq, steal; of all processors together."""
+def ticks() -> list[int]:
+    """What all processors have spent so far: user, nice, system, idle, iowait, irq, softirq, steal.
+    Zeros where that is not known."""
     try:
         first = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()
         found = [int(word) for word in first[1:9]]

@@ -154,11 +154,9 @@ def _registering(name: str) -> Callable[..., Any]:
 
 def _attaching(original: Callable[..., Any], kind: type[Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def attach(
-        group: Any, *arguments: Any, **named: Any
-    ) -> Any:  # 2.15 tells a hook the ranks of the world, too
+    def attach(group: Any, *arguments: Any, **named: Any) -> Any:
         if isinstance(group, kind):
             group._is_observed = True
-        return original(group, *arguments, **named)
+        return original(group, *arguments, **named)  # torch 2.15 says the ranks of the world, too
 
     return attach
