@@ -312,17 +312,7 @@ def _conditions(
     values = {"apply_s": request.apply_s, "read_s": request.read_s}
     values |= {"fixed": request.fixed, "backward": request.backward}
     if probed is not None:
-        whole_s = probed.forward_s + probed.backward_s + probed.optimizer_s
-        one_s = probed.one_sample_s + probed.optimizer_s
-        share = (
-            (one_s / whole_s - 1 / job.batch_size) / (1 - 1 / job.batch_size) if job.batch_size > 1 else 0.0
-        )
-        measured = {
-            "apply_s": probed.apply_s,
-            "read_s": probed.read_s,
-            "fixed": min(1.0, max(0.0, share)),
-            "backward": probed.backward_s / whole_s,
-        }
+        measured = _as_probed(probed, job.batch_size)
         values = {key: measured[key] if value is None else value for key, value in values.items()}
         assumed.append("batches are read between steps, not ahead")
     says = {
@@ -354,6 +344,19 @@ def _conditions(
         ),
         assumed,
     )
+
+
+def _as_probed(probed: Probed, batch_size: int) -> dict[str, float]:
+    """What a probe says of the numbers that a request may leave out."""
+    whole_s = probed.forward_s + probed.backward_s + probed.optimizer_s
+    one_s = probed.one_sample_s + probed.optimizer_s
+    share = (one_s / whole_s - 1 / batch_size) / (1 - 1 / batch_size) if batch_size > 1 else 0.0
+    return {
+        "apply_s": probed.apply_s,
+        "read_s": probed.read_s,
+        "fixed": min(1.0, max(0.0, share)),
+        "backward": probed.backward_s / whole_s,
+    }
 
 
 def _settings(request: Request, module: Any, weights: Weights, runs: VirtualRuns) -> list[Setting]:

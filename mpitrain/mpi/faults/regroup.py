@@ -128,13 +128,12 @@ class Regroup:
         def create() -> None:
             try:
                 group = self._world.group.Incl(self._members)
-                comms = [
-                    MPI.Intracomm.Create_from_group(
-                        group, f"mpi4py:{self._name}{kind}", MPI.INFO_NULL, MPI.ERRORS_RETURN
-                    )
-                    for kind in ("", "/control")
-                ]
-                made.append((comms[0], comms[1]))
+                whole = MPI.Intracomm.Create_from_group(
+                    group, f"mpi4py:{self._name}", MPI.INFO_NULL, MPI.ERRORS_RETURN
+                )
+                # Open MPI 5.0 loses `Revoke` of a communicator made from a group whose ranks have made unequal numbers
+                # of communicators before; that of its duplicate arrives.
+                made.append((whole.Dup(), whole.Dup()))
             except BaseException as error:
                 made.append(error)
 
@@ -145,11 +144,16 @@ class Regroup:
             if self._gone() and given_up_s == end_s:  # it may have done its part before
                 given_up_s = min(end_s, time.monotonic() + _GRACE_S)
             thread.join(_LOOK_EVERY_S)
+        failure = made[0] if made and isinstance(made[0], BaseException) else None
+        if failure is not None:  # the launcher may tell of a death by an error of any class
+            given_up_s = min(end_s, time.monotonic() + _GRACE_S)
+            while not self._gone() and time.monotonic() < given_up_s:
+                time.sleep(_LOOK_EVERY_S)
+        if (failure is not None or not made) and (gone := self._gone()):
+            raise LostRankError(
+                f"MPI rank {gone[0]} has died while the group {self._name} was made: make one without it"
+            ) from failure
         if not made:
-            if gone := self._gone():
-                raise LostRankError(
-                    f"MPI rank {gone[0]} has died while the group {self._name} was made: make one without it"
-                )
             raise TimeoutError(
                 f"MPI has not made the group {self._name} of the MPI ranks {self._members} in time"
             )

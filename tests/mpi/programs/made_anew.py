@@ -1,9 +1,11 @@
 """A group that survivors make anew (`process_group/reconfigurable.py`), as torch 2.14 asks for it, on 5 ranks under
 ULFM: refused tries, deaths in a collective and while the group is made, an abort; then an orderly end of three."""
 
+import contextlib
 import os
 import signal
 import threading
+import time
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -16,8 +18,11 @@ from torch._C import _distributed_c10d as c10d
 import mpitrain  # noqa: F401
 from mpitrain.errors import LostRankError, MismatchError
 from mpitrain.mpi import runtime
+from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.faults import regroup
 from mpitrain.mpi.faults.regroup import Regroup
 from mpitrain.mpi.process_group import reconfigurable
+from mpitrain.system import processes
 from tests.mpi.cases import raises
 
 LIMIT = timedelta(seconds=60)
@@ -75,12 +80,26 @@ def tries_that_are_refused() -> None:
     adds_up(5)
 
 
+def refuse(*_: object) -> None:
+    """As the launcher does now and then where a member has died."""
+    while not processes.is_gone(rt.processes[4]):
+        time.sleep(0.01)
+    raise MPI.Exception(MPI.ERR_UNSUPPORTED_OPERATION)
+
+
+UNSUPPORTED = SimpleNamespace(
+    Exception=MPI.Exception, INFO_NULL=MPI.INFO_NULL, ERRORS_RETURN=MPI.ERRORS_RETURN,
+    Intracomm=SimpleNamespace(Create_from_group=refuse),
+)  # fmt: skip
+
+
 def a_member_dies_while_the_group_is_made() -> None:
-    """Behind the meeting, where the others already wait in MPI for a member that never comes."""
+    """Behind the meeting, where the others already wait in MPI for a member that never comes, or are refused there."""
     if rt.rank == 4:
         with mock.patch.object(Regroup, "_create", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
             make(5, range(5))
-    raises(LostRankError, "", lambda: make(5, range(5)))
+    with mock.patch.object(regroup, "MPI", UNSUPPORTED) if rt.rank == 0 else contextlib.nullcontext():
+        raises(LostRankError, "", lambda: make(5, range(5)))
     make(6, range(4))
     adds_up(4)
 
