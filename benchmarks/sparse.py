@@ -52,11 +52,9 @@ class Counter:
         self.num_bytes, self._carry = 0, sparse_allreduce._carry_one
         sparse_allreduce._carry_one = self
 
-    def __call__(self, group, may_block, tensor, reduction):
-        rows = tensor.coalesce()
-        each = sparse_allreduce.index_bytes(tensor.shape[:1]) + rows.values()[:1].nbytes
-        self.num_bytes += len(rows.values()) * each
-        return self._carry(group, may_block, tensor, reduction)
+    def __call__(self, group, may_block, tensor, reduction, own, board):
+        self.num_bytes += own.numbers.nbytes + own.values.nbytes
+        return self._carry(group, may_block, tensor, reduction, own, board)
 
 
 class Ranking(nn.Module):

@@ -145,6 +145,13 @@ def sparse(rank, dtype=torch.float32):
     return torch.sparse_coo_tensor(rows, values, (5, 2), check_invariants=True)
 
 
+def with_entries(rank, count):
+    """So many different rows of 100,000, of one float32 each."""
+    draw = torch.Generator().manual_seed(rank)
+    rows, values = torch.randperm(100_000, generator=draw)[:count], torch.randn(count, 1, generator=draw)
+    return torch.sparse_coo_tensor(rows[None], values, (100_000, 1), check_invariants=True)
+
+
 def case_sparse_tensors_are_added_up(rt):
     for dtype in (torch.float64, torch.bfloat16, torch.int64):
         dense = sum(sparse(rank, torch.float64).to_dense() for rank in range(rt.size)).to(dtype)
@@ -168,6 +175,13 @@ def case_sparse_tensors_are_added_up(rt):
         total = sum(range(1, rt.size + 1)) / (rt.size if name == "mean" else 1)
         assert own.is_coalesced() and own.indices().tolist() == [[0, 2], [7, 69_999]]
         assert own.values().tolist() == [[3 * total, 4 * total], [total, 2 * total]]
+    for many in (0, 20_000, 40_000):  # of rank 0 alone: they fit beside those of the others, or do not
+        parts = [with_entries(rank, 5 if rank else many) for rank in range(rt.size)]
+        own, dense = parts[rt.rank].clone(), torch.zeros(100_000, 1)
+        for part in parts:  # in the order of the ranks
+            dense.index_add_(0, part.coalesce().indices()[0], part.coalesce().values())
+        dist.all_reduce(own)
+        assert own.is_coalesced() and torch.equal(own.to_dense(), dense), many
     raises(TypeError, "SUM or AVG", lambda: dist.all_reduce(sparse(rt.rank), op=dist.ReduceOp.MAX))
     raises(TypeError, "COO", lambda: dist.group.WORLD.allreduce([sparse(rt.rank), torch.ones(2)]))
 
