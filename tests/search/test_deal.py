@@ -27,7 +27,9 @@ from mpitrain.search.sweep.deal import (
     Task,
     best_of,
     compare_settings,
+    meets_another,
     next_task,
+    progress_at,
     standings,
 )
 from mpitrain.search.sweep.journal import Dealer, Sweep
@@ -177,11 +179,55 @@ def test_settings_of_a_plan_differ_in_more_than_seed_and_fold() -> None:
 
 
 def test_what_kills_its_process_again_and_again_is_given_up() -> None:
+    attempts = [Task(0, 0, attempt) for attempt in range(MAX_DEATHS)]
+    same = Records(
+        dict.fromkeys(attempts, False), launches=dict.fromkeys(attempts, "a"), last=frozenset(attempts[-1:])
+    )
+    assert next_task(same, 1, 1, MORE, launch="a") is Answer.OVER  # its own last chance excuses nothing
     records = Records(dict.fromkeys([Task(0, 0, attempt) for attempt in range(MAX_DEATHS)], False))
     assert next_task(records, 1, 1, MORE) is Answer.OVER
     assert standings(records, 1, 1)[0].status == FAILED
     two = Records(dict.fromkeys([Task(0, 0, attempt) for attempt in range(MAX_DEATHS - 1)], False))
     assert next_task(two, 1, 1, MORE) == Task(0, 0, MAX_DEATHS - 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_only_what_kills_its_launch_is_given_up(seed: int) -> None:
+    """Four dealers in launches that one configuration ends each time, with all that runs beside it."""
+    draw, num, launch = random.Random(seed), 9, 0
+    culprit = draw.randrange(num)
+    claimed, ended = dict[Task, bool](), dict[Task, Ended]()
+    launches, last, busy = dict[Task, str](), set[Task](), list[Task]()
+    while True:
+        records = Records(claimed, ended, launches=launches, last=frozenset(last))
+        answer = next_task(records, num, 1, MORE, launch=f"{launch}")
+        if answer is Answer.OVER and not busy:
+            break
+        if isinstance(answer, Task) and len(busy) < 4:
+            attempts = [one for one in claimed if one[:2] == answer[:2]]
+            if progress_at(records, *answer[:2], attempts).is_last_chance:
+                assert not last & set(busy), "two last chances at once"
+                last.add(answer)
+            claimed[answer], launches[answer] = True, f"{launch}"
+            busy.append(answer)
+            continue
+        task = busy.pop(draw.randrange(len(busy)))
+        if task.number == culprit:
+            claimed |= dict.fromkeys([task, *busy], False)
+            busy, launch = [], launch + 1
+        else:
+            ended[task] = Ended(DONE, 1.0)
+    assert launch == MAX_DEATHS
+    assert [one.status == FAILED for one in standings(records, num, 1)] == [
+        at == culprit for at in range(num)
+    ]
+
+
+def test_a_last_chance_that_meets_another_is_not_alone() -> None:
+    launches, last = {Task(0): "a", Task(1): "a", Task(2): "b"}, frozenset([Task(0), Task(1), Task(2)])
+    records = Records(dict.fromkeys(launches, True), {}, launches=launches, last=last)
+    assert meets_another(records, Task(0)) and meets_another(records, Task(1))
+    assert not meets_another(records, Task(2))
 
 
 def test_what_has_failed_runs_again_only_when_asked() -> None:

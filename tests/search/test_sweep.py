@@ -20,7 +20,7 @@ from mpitrain.search.sweep.axes import read_axis
 from mpitrain.search.sweep.deal import MAX_DEATHS
 from mpitrain.search.sweep.journal import Sweep
 from mpitrain.search.sweep.proposals import Proposals
-from tests.ranks import find_mpi, is_intel, run_ranks
+from tests.ranks import find_mpi, run_ranks
 
 JOB = Path(__file__).with_name("job.py")
 pytestmark = pytest.mark.usefixtures("warm_children")
@@ -127,10 +127,6 @@ def test_a_metric_that_is_not_measured_ends_the_sweep_at_its_first_run(
 def test_ranks_of_a_launch_train_every_configuration_once_also_after_kills(here: Path) -> None:
     """One configuration raises, which its rank survives. One kills its process and so the launch, every time, until it
     is given up. All others are trained once, over all launches."""
-    if is_intel():
-        pytest.skip(
-            "Intel MPI's launcher kills every rank beside one that is killed, so theirs are given up, too"
-        )
     python = str(find_mpi()[0])
     words = [
         "sweep", "job.py", "--vary", "model.hidden=2,3,4,5,6,7,8,9", "--set", "model.raises=4",

@@ -49,7 +49,7 @@ def deal_to_groups(
     group = start_group(num_ranks)
     whole.barrier()
     began_s = time.monotonic()
-    serve = _Group(group, setup, read)
+    serve = _Group(group, setup, read, whole.processes[0])
     busy_s, asked = serve.lead(sweep, propose()) if group.rank == 0 else serve.follow()
     end_group(whole, group)
     gathered = whole.gather([group.rank == 0, busy_s, asked])
@@ -63,8 +63,8 @@ def deal_to_groups(
 class _Group:
     """The ranks of one group, which train one task at a time."""
 
-    def __init__(self, group: Runtime, setup: Setup, read: Read):
-        self.group, self.setup, self.read = group, setup, read
+    def __init__(self, group: Runtime, setup: Setup, read: Read, launch: str):
+        self.group, self.setup, self.read, self.launch = group, setup, read, launch
         self.ended_on_request = False
 
     def asked(self) -> bool:
@@ -74,7 +74,7 @@ class _Group:
     def lead(self, sweep: Sweep, proposer: Proposer | None) -> tuple[float, bool]:
         """Claim tasks and train them with the others of the group; returns the seconds in which there was one, and
         whether an end was asked for."""
-        with Dealer(sweep) as dealer:
+        with Dealer(sweep, self.launch) as dealer:
             busy_s = Work(sweep, self.setup, dealer, self._train, self.asked, proposer).run()
         self.group.broadcast(None)
         return busy_s, self.asked()

@@ -8,6 +8,10 @@ A task is a configuration's training up to a rung; without early stopping there 
 attempt at a task is claimed once, by one dealer. Configurations that differ in seed and fold alone repeat one setting:
 settings are what is compared, and all of a setting's configurations go on to a rung together.
 
+A process that dies may take all of its launch with it, so that others' tasks seem to have died. One that has a single
+death left is therefore begun where no other such one runs in the launch; if it dies, it has died, and those beside it
+are excused.
+
 Invariants: a pure function of the records; standard library only. What has ended well is not trained again.
 """
 
@@ -72,12 +76,16 @@ class Records:
         claimed: every attempt, and whether the process that has claimed it may still be at it.
         ended: every attempt that was ended in order.
         again: attempts that have failed and are to be repeated all the same (`--rerun`).
+        launches: of attempts that others' deaths end, too: the launch of ranks that each was a part of.
+        last: attempts that were begun as their task's last chance.
         unsure: whether some process that counts as living may turn out to be gone in a moment.
     """
 
     claimed: Mapping[Task, bool] = field(default_factory=dict)
     ended: Mapping[Task, Ended] = field(default_factory=dict)
     again: frozenset[Task] = frozenset()
+    launches: Mapping[Task, str] = field(default_factory=dict)
+    last: frozenset[Task] = frozenset()
     unsure: bool = False
 
     def status(self, task: Task) -> str:
@@ -88,27 +96,51 @@ class Records:
 
 
 class Progress(NamedTuple):
-    """One configuration at one rung: its status ("open", "running", "ok", "missed" or "failed"), and the attempt that
-    is next, or was the last."""
+    """One configuration at one rung: its status ("open", "running", "ok", "missed" or "failed"), the attempt that is
+    next, or was the last, and how many have died."""
 
     status: str
     task: Task
+    num_deaths: int = 0
+
+    @property
+    def is_last_chance(self) -> bool:
+        """Whether one more death would be its last."""
+        return self.num_deaths == MAX_DEATHS - 1
 
 
-def progress_at(records: Records, index: int, rung: int) -> Progress:
-    """How far a configuration has come at a rung."""
-    attempts = sorted(task for task in records.claimed if task[:2] == (index, rung))
+def progress_at(records: Records, index: int, rung: int, attempts: Sequence[Task]) -> Progress:
+    """How far a configuration has come at a rung, of which these are the attempts."""
     if not attempts:
         return Progress("open", Task(index, rung))
-    last = attempts[-1]
+    last = max(attempts)
     following = last._replace(attempt=last.attempt + 1)
     status = records.status(last)
+    num_deaths = sum(_counts_as_death(records, one) for one in attempts)
     if status == DIED:
-        deaths = [one for one in attempts if records.status(one) == DIED and one not in records.again]
-        status = FAILED if len(deaths) >= MAX_DEATHS else INTERRUPTED
+        status = FAILED if num_deaths >= MAX_DEATHS else INTERRUPTED
     if status == INTERRUPTED or (status == FAILED and last in records.again):
-        return Progress("open", following)
-    return Progress(status, last)
+        return Progress("open", following, num_deaths)
+    return Progress(status, last, num_deaths)
+
+
+def _counts_as_death(records: Records, task: Task) -> bool:
+    if records.status(task) != DIED or task in records.again:
+        return False
+    return task in records.last or not any(records.status(one) == DIED for one in _beside(records, task))
+
+
+def _beside(records: Records, task: Task) -> list[Task]:
+    """The last chances of other tasks in the launch of an attempt."""
+    launch = records.launches.get(task)
+    return [
+        one for one in records.last if launch and one[:2] != task[:2] and records.launches.get(one) == launch
+    ]
+
+
+def meets_another(records: Records, task: Task) -> bool:
+    """Whether an attempt that was begun as its task's last chance is not the only such one in its launch."""
+    return any(records.status(one) == "running" for one in _beside(records, task))
 
 
 def all_progress(records: Records, num_configurations: int, num_rungs: int) -> list[list[Progress]]:
@@ -116,15 +148,13 @@ def all_progress(records: Records, num_configurations: int, num_rungs: int) -> l
     by_place: dict[tuple[int, int], list[Task]] = {}
     for task in records.claimed:
         by_place.setdefault(task[:2], []).append(task)
-    found = []
-    for rung in range(num_rungs):
-        row = []
-        for index in range(num_configurations):
-            mine = by_place.get((index, rung), [])
-            one = Records({task: records.claimed[task] for task in mine}, records.ended, records.again)
-            row.append(progress_at(one, index, rung))
-        found.append(row)
-    return found
+    return [
+        [
+            progress_at(records, index, rung, by_place.get((index, rung), ()))
+            for index in range(num_configurations)
+        ]
+        for rung in range(num_rungs)
+    ]
 
 
 def next_task(
@@ -134,19 +164,30 @@ def next_task(
     by: Choice | None,
     reduction: int = 0,
     settings: Settings | None = None,
+    launch: str = "",
 ) -> Task | Answer:
     """What a dealer that is free trains next.
 
     Args:
         by: what rungs are compared by, where there are several, and `reduction` of the rule.
         settings: the numbers of the configurations of each; None: every configuration is one.
+        launch: of ranks, that the dealer is a part of.
     """
     settings = settings or [(number,) for number in range(num_configurations)]
     table = all_progress(records, num_configurations, num_rungs)
+    has_last_chance = any(
+        records.status(one) == "running" for one in records.last if records.launches.get(one) == launch
+    )
+    waiting = {
+        one.task
+        for row in table
+        for one in row
+        if launch and has_last_chance and one.status == "open" and one.is_last_chance
+    }
     begun = [{at for at, those in enumerate(settings) if _has_begun(row, those)} for row in table]
     for rung in range(num_rungs - 1, 0, -1):  # whose setting has come to a higher rung was chosen already
         for number in (number for at in sorted(begun[rung]) for number in settings[at]):
-            if table[rung][number].status == "open":
+            if table[rung][number].status == "open" and table[rung][number].task not in waiting:
                 return table[rung][number].task
     if num_rungs > 1:
         assert by is not None
@@ -156,10 +197,12 @@ def next_task(
             return Task(settings[at][0], rung)
     order = shuffled(len(settings)) if num_rungs > 1 else range(len(settings))
     for number in (number for at in order for number in settings[at]):
-        if table[0][number].status == "open":
+        if table[0][number].status == "open" and table[0][number].task not in waiting:
             return table[0][number].task
-    may_open = records.unsure or (
-        num_rungs > 1 and any(one.status == "running" for row in table[:-1] for one in row)
+    may_open = (
+        records.unsure
+        or bool(waiting)
+        or (num_rungs > 1 and any(one.status == "running" for row in table[:-1] for one in row))
     )
     return Answer.WAIT if may_open else Answer.OVER
 

@@ -93,12 +93,13 @@ class Sweep:
                         if isinstance(row, dict):
                             yield row
 
-    def claims(self) -> dict[Task, str]:
-        """Every attempt, with the name of the dealer that has claimed it."""
+    def claims(self) -> dict[Task, dict[str, Any]]:
+        """Every attempt, with what the dealer has written that has claimed it: its name, the launch of ranks that it
+        is a part of, and whether it is the task's last chance."""
         found = {}
         for path in (self.folder / CLAIMS).glob("*-*-*.json"):
             with contextlib.suppress(ValueError):
-                found[Task(*map(int, path.stem.split("-")))] = str((read_json(path) or {}).get("dealer", ""))
+                found[Task(*map(int, path.stem.split("-")))] = read_json(path) or {}
         return found
 
     def records(self, dealer: Dealer | None = None) -> Records:
@@ -116,13 +117,18 @@ class Sweep:
                     )
                 elif row["event"] == "rerun":
                     again.add(_task(row))
-        names = {name: self._lives(name, dealer) for name in set(claims.values()) if name}
-        lives = {task: names[name] if name else self._is_fresh(task, dealer) for task, name in claims.items()}
+        dealers = {task: str(claim.get("dealer", "")) for task, claim in claims.items()}
+        names = {name: self._lives(name, dealer) for name in set(dealers.values()) if name}
+        lives = {
+            task: names[name] if name else self._is_fresh(task, dealer) for task, name in dealers.items()
+        }
         unsure = any(alive is None for task, alive in lives.items() if task not in ended)
         return Records(
             {task: alive is not False for task, alive in lives.items()},
             ended,
             frozenset(again),
+            {task: str(claim.get("launch", "")) for task, claim in claims.items()},
+            frozenset(task for task, claim in claims.items() if claim.get("last")),
             unsure and dealer is not None and dealer.may_be_early,
         )
 
@@ -195,10 +201,11 @@ def _task(row: dict[str, Any]) -> Task:
 
 
 class Dealer:
-    """A process that takes tasks of a sweep; its threads may share it. A context manager."""
+    """A process that takes tasks of a sweep; its threads may share it. A context manager. `launch`: of ranks, where the
+    death of one may be that of all."""
 
-    def __init__(self, sweep: Sweep):
-        self.sweep = sweep
+    def __init__(self, sweep: Sweep, launch: str = ""):
+        self.sweep, self.launch = sweep, launch
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.folder = sweep.folder / DEALERS / self.name
         self._turn = threading.Lock()
@@ -226,7 +233,7 @@ class Dealer:
         """Whether it is too early to tell dealers on other hosts that are gone from those that are slow."""
         return time.monotonic() - self._since_s < QUIET_S + 5
 
-    def claim(self, task: Task) -> bool:
+    def claim(self, task: Task, is_last_chance: bool = False) -> bool:
         """Whether this dealer has got the attempt, and nobody else will."""
         path = self.sweep.claim_file(task)
         try:
@@ -236,7 +243,7 @@ class Dealer:
         except OSError as error:
             raise OutputError(f"cannot write {path}: {error.strerror}; free space and start again") from error
         with os.fdopen(handle, "w") as file:
-            file.write(json.dumps({"dealer": self.name}))
+            file.write(json.dumps({"dealer": self.name, "launch": self.launch, "last": is_last_chance}))
             file.flush()
             os.fsync(handle)
         return True

@@ -6,6 +6,7 @@ outlived its sweep has finished meanwhile is taken as it is, not trained again.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ from mpitrain.search.sweep.deal import (
     Ended,
     Task,
     mean_of,
+    meets_another,
     next_task,
+    progress_at,
     standings,
 )
 from mpitrain.search.sweep.journal import Dealer, Options, Sweep
@@ -91,10 +94,16 @@ class Work:
                 self.setup.by,
                 self.setup.reduction,
                 self.setup.plan.settings,
+                self.dealer.launch,
             )
             if isinstance(answer, Task):
-                if self.dealer.claim(answer):
-                    return answer
+                attempts = [task for task in records.claimed if task[:2] == answer[:2]]
+                is_last_chance = progress_at(records, *answer[:2], attempts).is_last_chance
+                if self.dealer.claim(answer, is_last_chance):
+                    if not is_last_chance or not meets_another(self.sweep.records(self.dealer), answer):
+                        return answer
+                    self.dealer.ended(answer, Ended(INTERRUPTED))  # another was claimed in the same moment
+                    time.sleep(random.uniform(0, 5 * LOOK_EVERY_S))  # which may give way, too
             elif answer is Answer.OVER:
                 return None
             else:
