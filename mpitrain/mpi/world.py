@@ -3,7 +3,7 @@
 Invariants: one role a rank, driven by the thread that owns MPI; the role is never blocked by a send.
 Where the job may go on without ranks that die, one header receive is always listening to each peer (directed, never
 ANY_SOURCE: a dead peer must be tellable), and every completion is looked for among all of them; so, too, where the MPI
-library does not keep to ANY_SOURCE (`any_source.py`). Everywhere else one receive listens to all peers, so that a
+library does not keep to ANY_SOURCE (`runtime.py`). Everywhere else one receive listens to all peers, so that a
 completion costs as much among ten thousand peers as among two. What a header
 announces is then received into the wire buffer that `buffer_for` provides, and only after that the peer's next header
 is looked at, so messages of one peer keep their order. A payload whose length or whose stamps at the two ends are not

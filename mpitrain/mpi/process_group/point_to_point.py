@@ -8,6 +8,7 @@ is an error where it is received.
 
 import functools
 import struct
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -97,6 +98,12 @@ class PointToPoint(GroupBase):
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> MpiWork:
         """Receive one tensor from any rank; the Work's `_source_rank()` is the rank that has sent it."""
+        if self._runtime.may_miss_from_any and "ucx" in MPI.Get_library_version():
+            warnings.warn(
+                "recv(src=None): MPICH over UCX may leave a message to any source lying where ranks are on several"
+                " nodes; name the rank, or set MPIR_CVAR_CH4_NETMOD=ofi before the launch",
+                stacklevel=3,
+            )
         return self._recv(tensors, MPI.ANY_SOURCE, tag, _ANY)
 
     def _recv(self, tensors: Any, source: int, tag: int, what: str) -> MpiWork:

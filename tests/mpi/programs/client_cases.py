@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mpitrain
 from mpitrain import torch_versions
 from mpitrain.mpi.engine.collective_queue import LEFT_GROUP
-from mpitrain.mpi.process_group import base
+from mpitrain.mpi.process_group import base, point_to_point
 from tests.mpi.cases import raises, run_cases, starts
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames all_gather_into_tensor
@@ -80,6 +80,22 @@ def case_a_block_of_its_own_ends_with_an_error_and_in_another_thread(rt):
     thread.join(30)
     assert owned == [True] and not rt.engine.owns_mpi
     dist.barrier()
+
+
+def case_a_receive_from_any_rank_is_warned_of_where_it_may_never_end(rt):
+    got = torch.zeros(2)
+    over_ucx = mock.patch.object(point_to_point.MPI, "Get_library_version", lambda: "MPICH ch4:ucx")
+    with (
+        mock.patch.object(rt, "may_miss_from_any", True),
+        over_ucx,
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always")
+        if rt.rank == 0:
+            assert [dist.recv(got) for _ in range(1, rt.size)] and got.sum() > 0
+        else:
+            dist.send(torch.full((2,), float(rt.rank)), 0)
+    assert sum("name the rank" in str(one.message) for one in told) == (rt.size - 1 if rt.rank == 0 else 0)
 
 
 def case_every_collective_in_inference_mode(rt):
