@@ -51,6 +51,11 @@ def test_a_transport_that_the_user_names_is_taken(environ: dict[str, str], left_
     assert set(closed(environ)) == {"OMPI_MCA_btl", "UCX_NET_DEVICES", "FI_TCP_IFACE"} - left_alone
 
 
+def test_ucx_of_hydras_ranks_on_one_node_does_without_tcp() -> None:
+    assert closed({"MPI_LOCALNRANKS": "3"})["UCX_TLS"] == "^tcp"
+    assert "UCX_TLS" not in {**closed({"MPI_LOCALNRANKS": "3", "UCX_NET_DEVICES": "eth0"}), **closed({})}
+
+
 @pytest.mark.parametrize(
     ("flavour", "options", "said"),
     [
