@@ -42,7 +42,7 @@ def closed(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         if not any(name in environ for name in named_by):
             wanted |= variables
     # Hydra's ranks need no TCP of UCX then, over which those of MPICH 4.0.2 (Debian's) hang or abort in Finalize: one
-    # waits for a peer to answer, which waits in the launcher and polls no more (4 of 6 launches; without TCP none of 12).
+    # waits for a peer to answer, which waits in the launcher and polls no more (4 of 6 launches; 0 of 12 without TCP).
     if "UCX_NET_DEVICES" in wanted and "MPI_LOCALNRANKS" in environ:
         wanted["UCX_TLS"] = "^tcp"
     return wanted
