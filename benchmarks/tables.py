@@ -21,28 +21,23 @@ touches times (64 bytes and an id as it was coded). Under `sync` they hold the t
 
 from __future__ import annotations
 
-import contextlib
-import io
-import shutil
 import statistics
 import tempfile
 import time
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.gloo import never_destroyed, start_gloo
 from measuring.measurement import TRAINING, Command, Measurement
+from measuring.ranking import WIDTH, WORDS, Batches, Ranking, RemoteTables, tower
+from measuring.served_ranking import Trained
 from torch import nn
 
-import mpitrain as mt
 from mpitrain.embedding.lookups import HeldRows
 from mpitrain.embedding.sections import What
 from mpitrain.mpi.runtime import start
 from mpitrain.training.synchronous.ddp import data_parallel
-from mpitrain.values import parse
 
 MEASUREMENT = Measurement(
     contestants=("torch's DDP over gloo", "all-to-all over gloo", "torch RPC"),
@@ -60,60 +55,21 @@ MEASUREMENT = Measurement(
 )
 
 runtime = start()
-WIDTH, WORDS, BATCHES, SERVERS = 16, 8, 8, 2
+SERVERS = 2
 WORKER = runtime.rank - SERVERS  # below 0 on servers
 
 
-def tower():
-    hidden = options.hidden
-    return nn.Sequential(nn.Linear(WIDTH, hidden), nn.ReLU(), nn.Linear(hidden, 1))
-
-
-def zipf(uniform, rows):
-    """Ids of Zipf's law with exponent 1, of numbers below 1."""
-    return (float(rows) ** uniform).long().sub(1).clamp(0, rows - 1)
-
-
-class Ranking(nn.Module):
-    """The words' rows added up, and two layers."""
-
-    def __init__(self, table):
-        super().__init__()
-        self.table, self.tower = table, tower()
-
-    def forward(self, words):
-        return self.tower(self.table(words))
-
-
-def served(rows):
-    return Ranking(mt.ServedEmbedding(rows, WIDTH, mode="sum"))
-
-
-class Way:
-    """`step()` is one training step of a worker on the next of its batches."""
+class Way(Batches):
+    """`step()` is one training step of this worker."""
 
     def __init__(self, rows, batch):
-        torch.manual_seed(0)
-        draw = torch.Generator().manual_seed(WORKER)
-        uniform = torch.rand(BATCHES, batch, WORDS, generator=draw, dtype=torch.float64)
-        self.words = zipf(uniform, rows)
-        self.clicked = torch.randint(0, 2, (BATCHES, batch, 1), generator=draw).float()
-        self.num_steps = 0
-
-    def next(self):
-        at = self.num_steps % BATCHES
-        self.num_steps += 1
-        return self.words[at], self.clicked[at]
-
-    def run(self, num_steps):
-        for _ in range(num_steps):
-            self.step(*self.next())
+        super().__init__(rows, batch, WORKER)
 
 
 class Dense(Way):
     def __init__(self, rows, batch, group):
         super().__init__(rows, batch)
-        self.model = data_parallel(Ranking(nn.EmbeddingBag(rows, WIDTH, mode="sum")), group)
+        self.model = data_parallel(Ranking(nn.EmbeddingBag(rows, WIDTH, mode="sum"), options.hidden), group)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         never_destroyed(self.model)
 
@@ -130,7 +86,7 @@ class AllToAll(Way):
         super().__init__(rows, batch)
         self.group = group
         self.table = torch.zeros(-(-rows // SERVERS), WIDTH).normal_(std=0.01)
-        self.tower = data_parallel(tower(), group)
+        self.tower = data_parallel(tower(options.hidden), group)
         never_destroyed(self.tower)
         self.optimizer = torch.optim.SGD(self.tower.parameters(), lr=0.01)
 
@@ -159,70 +115,13 @@ class AllToAll(Way):
         self.table.index_add_(0, asked, gradients, alpha=-0.01 / SERVERS)
 
 
-class Remote(Way):
-    """Row r lies on server r mod 2."""
-
-    def __init__(self, rows, batch, group):
-        from torch.distributed.nn.api.remote_module import RemoteModule
-        from torch.distributed.optim import DistributedOptimizer
-        from torch.distributed.rpc import RRef
-
-        super().__init__(rows, batch)
-        size = -(-rows // SERVERS)
-        self.tables = [
-            RemoteModule(f"rank{server}/cpu", nn.Embedding, args=(size, WIDTH), kwargs={"sparse": True})
-            for server in range(SERVERS)
-        ]
-        self.tower = data_parallel(tower(), group)
-        never_destroyed(self.tower)
-        parameters = [one for remote in self.tables for one in remote.remote_parameters()]
-        parameters += [RRef(one) for one in self.tower.parameters()]
-        self.optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.01)
-
-    def step(self, words, clicked):
-        from torch.distributed import autograd
-
-        with autograd.context() as context:
-            flat = words.reshape(-1)
-            where = [torch.nonzero(flat % SERVERS == server).squeeze(1) for server in range(SERVERS)]
-            futures = [
-                one.forward_async(flat[at] // SERVERS) for one, at in zip(self.tables, where, strict=True)
-            ]
-            rows = torch.cat([future.wait() for future in futures])
-            bags = torch.zeros(len(words), WIDTH).index_add(0, torch.cat(where) // WORDS, rows)
-            loss = nn.functional.binary_cross_entropy_with_logits(self.tower(bags), clicked)
-            autograd.backward(context, [loss])
-            self.optimizer.step(context)
-
-
-class Trained:
-    """Whole runs of `mpitrain.train`."""
-
-    def __init__(self, rows, batch, text):
-        self.batch, self.strategy = batch, parse(text, "strategy")
-        self.job = mt.Job(
-            model=partial(served, rows),
-            loss=partial(loss_of, rows),
-            optimizer=partial(torch.optim.SGD, lr=0.01),
-            data=mt.Synthetic(1 << 20, u=((WORDS,), "int64", 1 << 30), y=((1,), "int64", 2)),
-            batch_size=batch,
-        )
-        self.result: dict[str, Any] = {}
-
-    def seconds(self, num_steps):
-        """Of one step of both workers."""
-        folder = runtime.broadcast(tempfile.mkdtemp() if runtime.rank == 0 else None)
-        with contextlib.redirect_stdout(io.StringIO()):
-            self.result = mt.train(self.job, self.strategy, steps=num_steps, run_dir=folder, quiet=True)
-        runtime.barrier()
-        if runtime.rank == 0:
-            shutil.rmtree(folder)
-        return 2 * self.batch / self.result["samples_per_second"]
-
-
-def loss_of(rows, model, batch):
-    words = zipf(batch["u"].double() / 2**30, rows)
-    return nn.functional.binary_cross_entropy_with_logits(model(words), batch["y"].float())
+def remote(rows, batch, group):
+    """Half of the rows on each server, as a remote module."""
+    way = RemoteTables(
+        rows, batch, WORKER, SERVERS, options.hidden, lambda module: data_parallel(module, group)
+    )
+    never_destroyed(way.tower)
+    return way
 
 
 class Counter:
@@ -255,12 +154,15 @@ def others(rows, batch, group):
     return {} if WORKER < 0 else {name: kind(rows, batch, group) for name, kind in OTHERS.items()}
 
 
-OTHERS = {"gloo dense": Dense, "all-to-all": AllToAll, "rpc": Remote}
+OTHERS = {"gloo dense": Dense, "all-to-all": AllToAll, "rpc": remote}
 
 
 def measure(rows, batch, group):
     ways = others(rows, batch, group)
-    trained = {name: Trained(rows, batch, f"{name}(servers=2)") for name in ("sync", "hybrid", "async")}
+    trained = {
+        name: Trained(runtime, rows, batch, options.hidden, f"{name}(servers=2)")
+        for name in ("sync", "hybrid", "async")
+    }
     seconds = {name: [] for name in (*OTHERS, *trained)}
     sizes: dict[str, dict[str, float]] = {}
     for number in range(options.rounds + 1):
@@ -274,7 +176,8 @@ def measure(rows, batch, group):
             seconds[name].append((time.perf_counter() - began_s) / num_steps)
         for name, way in trained.items():
             counter.num_rows = counter.id_bytes = counter.num_pushes = 0
-            seconds[name].append(way.seconds((64 if name == "async" else 32) * options.block))
+            speed = way.run((64 if name == "async" else 32) * options.block)
+            seconds[name].append(2 * batch / speed)  # of one step of both workers
             if name != "async" and number == 0:
                 sizes[name] = traffic(way.result)
     return {name: values[1:] for name, values in seconds.items()}, sizes
