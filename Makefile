@@ -26,8 +26,8 @@
 #   make chaos              kill workers and writers at random and count what is lost, an hour or more
 #                                                                    (options: make chaos ARGS="--kills 20 --record")
 #   make evidence-check     name the rows of benchmarks/results that the documentation shows and that are dirty or old
-#   make opponents          measure libraries that read data, each in an environment of its own, beside our shards
-#                                                                    (options: make opponents ARGS="--only lance -- --record")
+#   make opponents          measure libraries that users would pick, each in an environment of its own, beside ours
+#                                            (options: make opponents ARGS="--questions sweeps --only ray -- --record")
 #   make evidence           record what the documentation shows anew, the oldest first, and go on where the last call ended
 #                           (options: make evidence ARGS="--dry-run", ARGS="--minutes 60", ARGS="--only reader sparse")
 #   make hostile            read files made to do harm, and good ones with random damage, some minutes

@@ -1,10 +1,11 @@
 """Measure the libraries that users would pick beside ours: `make opponents`, one environment on the disk at a time.
 
-    python benchmarks/opponents/campaign.py [--only lance zarr] [-- --rounds 7 --record]
+    python benchmarks/opponents/campaign.py [--questions sweeps] [--only ray] [-- --rounds 7 --record]
 
-Of each library of `reading.py` an environment is made from the file of its name (`environments/`; h5py and torch are in
-ours), the question is asked with it, and the environment is removed. What comes after `--` goes to `reading.py`. A
-library that cannot be installed or does not run is named, with the last line that was said, and the others go on.
+Of each library of a question (`opponents.py`) an environment is made from the file of its name (`environments/`; what
+has none is in ours), the question is asked with it, and the environment is removed. What comes after `--` goes to the
+questions. A library that cannot be installed or does not run is named, with the last line that was said, and the others
+go on.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from reading import LIBRARIES
-
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-BUILD = ROOT / "build" / "opponents"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from measuring.measurement import ROOT
+from opponents import ENVIRONMENTS, HERE, NUM_RANKS, OPPONENTS
 
 
 def failure_of(command: list[str]) -> str:
@@ -29,33 +28,42 @@ def failure_of(command: list[str]) -> str:
     return lines[-1] if done.returncode else ""
 
 
-def measure(name: str, words: list[str]) -> str:
+def asking(question: str, name: str, words: list[str]) -> list[str]:
+    """The command that asks a question of a library."""
+    launch = ["-m", "mpitrain", "launch", f"-n{NUM_RANKS[question]}"] if question in NUM_RANKS else []
+    return [sys.executable, *launch, str(HERE / f"{question}.py"), name, *words]
+
+
+def measure(question: str, name: str, words: list[str]) -> str:
     """Why a library was not measured, if so."""
-    folder, needed = BUILD / name, HERE / "environments" / f"{name}.txt"
+    folder, needed = ENVIRONMENTS / name, HERE / "environments" / f"{name}.txt"
     try:
         if needed.exists():
             pip = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps"]
             if why := failure_of([*pip, "--upgrade", "--target", str(folder), "-r", str(needed)]):
                 return f"not installed: {why}"
-        return failure_of([sys.executable, str(HERE / "reading.py"), name, *words])
+        return failure_of(asking(question, name, words))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> int:
-    """Go through the libraries; the exit code says whether all were measured."""
+    """Go through questions and libraries; the exit code says whether all were measured."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=sorted(LIBRARIES), default=sorted(LIBRARIES))
-    parser.add_argument("words", nargs="*", help="after --: what reading.py is told")
+    names = sorted({name for found in OPPONENTS.values() for name in found})
+    parser.add_argument("--questions", nargs="+", choices=sorted(OPPONENTS), default=list(OPPONENTS))
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="of their libraries")
+    parser.add_argument("words", nargs="*", help="after --: what the questions are told")
     options = parser.parse_args()
     failed = False
-    for name in options.only:
-        print(f"{name}:", flush=True)
-        if why := measure(name, options.words):
-            failed = True
-            print(f"{name}: {why}", flush=True)
+    for question in options.questions:
+        for name in sorted(OPPONENTS[question].keys() & set(options.only)):
+            print(f"{question}, {name}:", flush=True)
+            if why := measure(question, name, options.words):
+                failed = True
+                print(f"{question}, {name}: {why}", flush=True)
     return int(failed)
 
 

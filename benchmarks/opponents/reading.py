@@ -17,15 +17,16 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring.beside import Beside
 from measuring.common import make_parser, median_ratio, table, write_row
-from measuring.measurement import BASICS, ROOT, Measurement
+from measuring.measurement import BASICS, Measurement
+from opponents import OPPONENTS, in_turns, installed, start_library
 
 MEASUREMENT = Measurement(
     contestants=(
@@ -37,26 +38,14 @@ MEASUREMENT = Measurement(
         "torch's DataLoader",
     ),
     depends=(*BASICS, "mpitrain/data", "mpitrain/devices", "mpitrain/strategies"),
+    keys=("library",),
+    figures=("cases.*.mpitrain_over.*",),
+    campaign=('make opponents ARGS="--questions reading -- --record"',),
 )
 
 
-class Library(NamedTuple):
-    """A program below `libraries/`, and what `how` it is told by turns."""
-
-    program: str
-    ways: tuple
-
-
-LIBRARIES = {
-    "webdataset": Library("webdataset_tars", (0, 2)),
-    "lance": Library("lance_rows", (1, 16, "ranges")),
-    "streaming": Library("streaming_shards", (0, 2)),
-    "zarr": Library("zarr_chunks", (1, 4)),
-    "h5py": Library("h5py_chunks", (1, 4)),
-    "torch": Library("torch_loader", (0, 2)),
-}
+LIBRARIES = OPPONENTS["reading"]
 SIZES = (12288, 4096, 64)
-ENVIRONMENTS = ROOT / "build" / "opponents"
 
 
 def batch_size(sample_bytes):
@@ -65,7 +54,6 @@ def batch_size(sample_bytes):
 
 def compare(name, sample_bytes, options, scratch):
     """Samples a second of ours and of every way of the library, in every round."""
-    library, folder = LIBRARIES[name], ENVIRONMENTS / name
     num_samples = max(8 * batch_size(sample_bytes), options.megabytes * 2**20 // (sample_bytes + 8))
     arrays = scratch / str(sample_bytes)
     arrays.mkdir()
@@ -74,26 +62,23 @@ def compare(name, sample_bytes, options, scratch):
     )
     np.save(arrays / "y.npy", np.arange(num_samples) % 10)
     told = {"arrays": str(arrays), "batch_size": batch_size(sample_bytes)}
-    programs = Path(__file__).parent / "libraries"
     ours = {**told, "folder": str(arrays / "ours"), "how": None}
-    readers = {"mpitrain": Beside(programs / "mpitrain_shards.py", ours, None)}
-    for how in library.ways:
+    readers = {"mpitrain": Beside(Path(__file__).parent / "libraries" / "mpitrain_shards.py", ours, None)}
+    for how in LIBRARIES[name].ways:
         own = {**told, "folder": str(arrays / name), "how": how}
-        readers[f"{name} {how}"] = Beside(
-            programs / f"{library.program}.py", own, folder if folder.exists() else None
-        )
+        readers[f"{name} {how}"] = start_library("reading", name, own)
         readers[f"{name} {how}"].ask(seed=0, turn_s=options.turn_s)  # what is there is not written twice
-    speeds = {way: [] for way in readers}
     try:
-        for number in range(-1, options.rounds):
-            for way in [*readers][:: -1 if number % 2 else 1]:
-                speed = readers[way].ask(seed=number + 2, turn_s=options.turn_s)
-                if number >= 0:
-                    speeds[way].append(speed)
+        return in_turns(
+            {way: partial(speed, one, options.turn_s) for way, one in readers.items()}, options.rounds
+        )
     finally:
         for reader in readers.values():
             reader.close()
-    return speeds
+
+
+def speed(reader, turn_s, number):
+    return reader.ask(seed=number + 1, turn_s=turn_s)
 
 
 def main():
@@ -116,19 +101,9 @@ def main():
                          f"{ratio:.2f}", f"{low:.2f} - {high:.2f}"))  # fmt: skip
             print(table(rows), flush=True)
     write_row(
-        "reading", {"library": options.library, "libraries": installed(options.library), "cases": cases}
+        "reading",
+        {"library": options.library, "libraries": installed("reading", options.library), "cases": cases},
     )
-
-
-def installed(name):
-    """The versions in the library's environment, or of what our own has of it."""
-    folder = ENVIRONMENTS / name
-    found = sorted(path.name.removesuffix(".dist-info") for path in folder.glob("*.dist-info"))
-    if found:
-        return found
-    from importlib.metadata import version
-
-    return [f"{one}-{version(one)}" for one in ("h5py", "torch")]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,15 @@ from measuring.common import mean_interval
 from measuring.measurement import declared, program_of, question
 
 from docs.markdown import table
-from pages import report_gpu, report_growth, report_jobs, report_literature, report_models, report_virtual
+from pages import (
+    report_gpu,
+    report_growth,
+    report_jobs,
+    report_literature,
+    report_models,
+    report_opponents,
+    report_virtual,
+)
 from pages.rows import all_rows, duration, newest, one, origin, rows_of, settings_of, shown, size, spread
 
 Row = dict[str, Any]
@@ -597,6 +605,7 @@ PROGRAMS: dict[str, Callable[[], str]] = {
     **report_models.PROGRAMS,
     **report_jobs.PROGRAMS,
     **report_literature.PROGRAMS,
+    **report_opponents.PROGRAMS,
 }
 
 
