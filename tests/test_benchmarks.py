@@ -29,6 +29,7 @@ BENCHMARKS = {
     ),
     "reading": (1, ["h5py", "--rounds", "1", "--megabytes", "1", "--turn-s", "0.1"]),
     "server": (4, ["--megabytes", "0.0655", "1", "--rounds", "2", "--idle-s", "0"]),
+    "sparse_tables": (4, ["rpc", "--rounds", "1", "--steps", "4", "--rows", "1000", "--batch", "16"]),
     "sparse": (2, ["--rounds", "1", "--block", "1", "--rows", "1000", "--batch", "16"]),
     "tables": (4, ["--rounds", "1", "--block", "1", "--rows", "1000", "--batch", "16"]),
     "staleness_sensitivity": (
@@ -56,6 +57,7 @@ BY_HAND = {
     "held_out",
     "job_tables",
     "literature",
+    "low_communication",
     "memory",
     "other_mpi",
     "prediction",
@@ -64,9 +66,10 @@ BY_HAND = {
     "search",
     "signals",
     "slurm_signals",
+    "sweeps",
     "threads",
     "tolerance_cost",
-}  # take minutes, or root
+}  # take minutes, root, or libraries that are not in our environment
 
 QUESTIONS = {
     path.stem: path for path in (ROOT / "benchmarks").rglob("*.py") if "\nMEASUREMENT = " in path.read_text()
@@ -277,6 +280,69 @@ def test_rows_with_a_flaw_are_put_aside_once_they_have_been_measured_anew_and_no
     assert ([row["at"] for row in stay], [row["at"] for row in moved]) == ([2, 3, 4, 5], [0, 1])
     assert [row["at"] for row in stay + moved if row.get(rows.LOST)] == [3, 0]
     assert earlier.put_aside(history, tmp_path) == {"step_time": (0, 3)}  # nothing is left to do
+
+
+OF_OPPONENTS = {
+    "reading": [
+        {"library": "fast", "libraries": ["fast-1.0", "helper-2"],
+         "cases": {"64": {"samples_per_second": {"mpitrain": 800.0, "fast 2": 1000.0, "fast 0": 500.0},
+                          "mpitrain_over": {"fast 2": [0.8, 0.7, 0.9], "fast 0": [1.6, 1.5, 1.7]}, "best": "fast 2"}}},
+        {"library": "slow", "libraries": ["slow-1.0"],
+         "cases": {"64": {"samples_per_second": {"mpitrain": 800.0, "slow 0": 400.0},
+                          "mpitrain_over": {"slow 0": [2.0, 1.9, 2.1]}, "best": "slow 0"}}},
+    ],
+    "sparse_tables": [
+        {"library": "fast", "libraries": ["fast-1.0"], "rows": 1000, "batch": 16, "hidden": 64,
+         "samples_per_second": {"hybrid": 99.0, "fast a": 50.0, "fast b": 100.0},
+         "ours_over": {"hybrid": {"fast a": [1.98, 1.9, 2.0], "fast b": [0.99, 0.9, 1.1]}}},
+    ],
+    "low_communication": [
+        {"library": "fast", "libraries": ["fast-1.0"], "model": "mlp", "period": 16,
+         "step_ms": {"mpitrain localsgd": 50.0, "fast localsgd": 100.0},
+         "averaging_ms": {"mpitrain localsgd": 40.0, "fast localsgd": 20.0},
+         "step_ratio": {"localsgd": [0.5, 0.4, 0.6]}, "averaging_ratio": {"localsgd": [2.0, 1.9, 2.1]},
+         "weights_apart": {"localsgd": 1.5e-8}},
+    ],
+    "sweeps": [
+        {"library": "fast", "libraries": ["fast-1.0"], "trials": 16, "epochs": 9, "score": 0.97,
+         "elapsed_ratio": {"random": [2.0, 1.5, 2.5]}, "median": {
+            way: {"idle_share": idle, "elapsed_s": seconds, "samples": 5000, "samples_to_score": reached, "best": 0.98}
+            for way, idle, seconds, reached in (
+                ("mpitrain random", 0.1, 20.0, None), ("fast random", 0.2, 10.0, 4000), ("fast tpe", 0.05, 9.0, 3000),
+            )}},
+    ],
+}  # fmt: skip
+
+
+def test_a_page_says_first_where_an_opponent_is_faster(pages, monkeypatch, tmp_path):
+    rows, report, _, _ = pages
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    of_a_run = {"commit": "aaa1", "cpu": "some", "num_cores": 2, "date": "today", "torch": "2"}
+    for name, found in OF_OPPONENTS.items():
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({**of_a_run, **row}) + "\n" for row in found)
+        )
+    rows.forget()
+    try:
+        told = {name: report.PROGRAMS[name]() for name in OF_OPPONENTS}
+    finally:
+        rows.forget()
+    first = {name: text.splitlines()[0] for name, text in told.items()}
+    assert first["reading"].startswith(
+        "**Faster than ours: fast 2 (samples of 64 B: ours makes 0.80 (0.70 - 0.90)"
+    )
+    assert "slow" not in first["reading"] and "- fast needed fast-1.0, helper-2" in told["reading"]
+    assert (
+        first["sparse_tables"].startswith("Nothing")
+        and "Not to be told from ours: fast b" in told["sparse_tables"]
+    )
+    assert "one averaging: ours makes 0.50 (0.48 - 0.53)" in first["low_communication"]
+    assert (
+        "one step" not in first["low_communication"]
+        and "differ from ours by 1.5e-08" in told["low_communication"]
+    )
+    assert "fast (16 trials of 9 epochs, random: ours makes 0.50 (0.40 - 0.67)" in first["sweeps"]
+    assert "**Better than ours: fast random needs 4,000 samples to 0.97, ours -.**" in told["sweeps"]
 
 
 def test_gloo_is_given_the_flags_that_ours_is_given():
@@ -580,6 +646,16 @@ def check_staleness_sensitivity(out, rows):
         assert one["loss"] + four["lost"] * (knowing_nothing - one["loss"]) == pytest.approx(four["loss"])
     table = out[out.index("     job") :].splitlines()[:5]
     assert len(table) == 5 and all(len(line) <= 80 for line in table)
+
+
+def check_sparse_tables(out, rows):
+    (row,) = rows
+    assert (row["library"], row["rows"], row["batch"]) == ("rpc", 1000, 16)
+    assert list(row["samples_per_second"]) == ["sync", "hybrid", "async", "rpc servers"]
+    assert all(speed > 0 for speed in row["samples_per_second"].values()) and "hybrid over it" in out
+    assert {rule: list(found) for rule, found in row["ours_over"].items()} == {
+        rule: ["rpc servers"] for rule in ("sync", "hybrid", "async")
+    }
 
 
 def check_splitting(out, rows):
