@@ -11,11 +11,12 @@ import torch
 from measuring.beside import answer_with, settings
 from rounds import OUTER, Meeting, Worker, answer_for
 from torch.distributed import TCPStore
+
+os.environ["RUST_LOG"] = "warn"  # each averaging would print twenty lines
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo, LocalSGD
 
-os.environ["RUST_LOG"] = "warn"
 logging.disable(logging.WARNING)
 told, meeting = settings(), Meeting()
 worker = Worker(told["model"], meeting.rank)
