@@ -29,4 +29,4 @@ way = None
 if rank >= SERVERS:
     way = RemoteTables(told["rows"], told["batch"], rank - SERVERS, SERVERS, told["hidden"], together)
 answer_with(answer_turns(way, told["batch"], dist.barrier))
-rpc.shutdown()
+os._exit(0)  # all end with their pipes at once; a shutdown would wait for the others
