@@ -19,12 +19,14 @@ counted: it gathers indices of 8 bytes, and values padded to the largest rank's.
 from __future__ import annotations
 
 import statistics
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from measuring.common import machine, make_parser, median_ratio, table, write_row
 from measuring.gloo import never_destroyed, start_gloo
 from measuring.measurement import STEPS, Command, Measurement
+from measuring.ranking import WIDTH, WORDS, Batches, Ranking
 from measuring.turns import take_turns
 from torch import nn
 
@@ -42,7 +44,7 @@ MEASUREMENT = Measurement(
 )
 
 runtime = start()
-WIDTH, WORDS, BATCHES = 16, 8, 8
+HIDDEN = 64
 
 
 class Counter:
@@ -57,39 +59,18 @@ class Counter:
         return self._carry(group, may_block, tensor, reduction, own, board)
 
 
-class Ranking(nn.Module):
-    """The words' rows added up, and two layers."""
-
-    def __init__(self, rows, sparse):
-        super().__init__()
-        self.table = nn.EmbeddingBag(rows, WIDTH, mode="sum", sparse=sparse)
-        self.tower = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 1))
-
-    def forward(self, words):
-        return self.tower(self.table(words))
-
-
-class Way:
-    """A model of its own; `step()` is one training step on the next of its batches."""
+class Way(Batches):
+    """`step` is one training step of a model of its own."""
 
     def __init__(self, rows, batch, sparse, wrap=lambda module: module):
-        torch.manual_seed(0)
-        model = Ranking(rows, sparse)
+        super().__init__(rows, batch, runtime.rank)
+        model = Ranking(nn.EmbeddingBag(rows, WIDTH, mode="sum", sparse=sparse), HIDDEN)
         self.model, self.optimizer = wrap(model), torch.optim.SGD(model.parameters(), lr=0.01)
-        draw = torch.Generator().manual_seed(runtime.rank)
-        uniform = torch.rand(BATCHES, batch, WORDS, generator=draw, dtype=torch.float64)
-        self.words = (float(rows) ** uniform).long().sub(1).clamp(0, rows - 1)
-        self.clicked = torch.randint(0, 2, (BATCHES, batch, 1), generator=draw).float()
-        self.num_steps = 0
 
-    def step(self):
-        at = self.num_steps % BATCHES
+    def step(self, words, clicked):
         self.optimizer.zero_grad(set_to_none=True)
-        nn.functional.binary_cross_entropy_with_logits(
-            self.model(self.words[at]), self.clicked[at]
-        ).backward()
+        nn.functional.binary_cross_entropy_with_logits(self.model(words), clicked).backward()
         self.optimizer.step()
-        self.num_steps += 1
 
 
 def measure(rows, batch, options, groups, counter):
@@ -103,7 +84,7 @@ def measure(rows, batch, options, groups, counter):
     }
     never_destroyed(ways["gloo dense"].model, ways["gloo sparse"].model)
     counter.num_bytes = 0
-    steps = {name: way.step for name, way in ways.items()}
+    steps = {name: partial(way.run, 1) for name, way in ways.items()}
     seconds = take_turns(steps, options.rounds, options.block, ready=runtime.barrier)
     return seconds, counter.num_bytes / (options.block * (options.rounds + 1))
 

@@ -21,10 +21,8 @@ from docs.pages import PAGES, ROOT
 from tests.ranks import run_plain
 
 ELSEWHERE = (
-    (
-        r"^make (chaos|hostile|opponents)\b",
-        "takes minutes to hours; small runs are in the tests of their programs",
-    ),
+    (r"^make (chaos|hostile)$", "takes minutes to hours; small runs are in the tests of their programs"),
+    (r"^make opponents\b", "installs libraries of others, and takes minutes"),
     (r"hosts\.py ", "needs root, to emulate several hosts"),
     (
         r"benchmarks/[\w/]+\.py",

@@ -416,7 +416,7 @@ def can_report_deaths() -> bool:
 
 def may_miss_from_any(library: str, nodes: Sequence[int]) -> bool:
     """Whether a receive from any source may never end although messages for it are there: MPICH 5.0.2 over UCX, so
-    between nodes, where three ranks or more are at it and others are long (lost in 4 of 5 runs of two senders of 400
+    between nodes, where three ranks or more are at it and others are long (lost in 5 of 5 runs of two senders of 400
     KB; none of 5 over libfabric, and none where each source is named or probed for). Of what descends from MPICH
     nothing is known, so only Open MPI is trusted there."""
     return not library.startswith("Open MPI") and len(set(nodes)) > 1

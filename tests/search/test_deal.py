@@ -27,9 +27,9 @@ from mpitrain.search.sweep.deal import (
     Task,
     best_of,
     compare_settings,
+    is_last_chance,
     meets_another,
     next_task,
-    progress_at,
     standings,
 )
 from mpitrain.search.sweep.journal import Dealer, Sweep
@@ -204,8 +204,7 @@ def test_only_what_kills_its_launch_is_given_up(seed: int) -> None:
         if answer is Answer.OVER and not busy:
             break
         if isinstance(answer, Task) and len(busy) < 4:
-            attempts = [one for one in claimed if one[:2] == answer[:2]]
-            if progress_at(records, *answer[:2], attempts).is_last_chance:
+            if is_last_chance(records, answer):
                 assert not last & set(busy), "two last chances at once"
                 last.add(answer)
             claimed[answer], launches[answer] = True, f"{launch}"

@@ -132,10 +132,19 @@ def _counts_as_death(records: Records, task: Task) -> bool:
 
 def _beside(records: Records, task: Task) -> list[Task]:
     """The last chances of other tasks in the launch of an attempt."""
-    launch = records.launches.get(task)
-    return [
-        one for one in records.last if launch and one[:2] != task[:2] and records.launches.get(one) == launch
-    ]
+    found = _last_chances(records, records.launches.get(task, ""))
+    return [one for one in found if one[:2] != task[:2]]
+
+
+def _last_chances(records: Records, launch: str) -> list[Task]:
+    """Those that were begun in a launch of ranks."""
+    return [one for one in records.last if launch and records.launches.get(one) == launch]
+
+
+def is_last_chance(records: Records, task: Task) -> bool:
+    """Whether one more death would be its last, of an attempt that is not claimed yet."""
+    attempts = [one for one in records.claimed if one[:2] == task[:2]]
+    return progress_at(records, task.number, task.rung, attempts).is_last_chance
 
 
 def meets_another(records: Records, task: Task) -> bool:
@@ -175,19 +184,12 @@ def next_task(
     """
     settings = settings or [(number,) for number in range(num_configurations)]
     table = all_progress(records, num_configurations, num_rungs)
-    has_last_chance = any(
-        records.status(one) == "running" for one in records.last if records.launches.get(one) == launch
-    )
-    waiting = {
-        one.task
-        for row in table
-        for one in row
-        if launch and has_last_chance and one.status == "open" and one.is_last_chance
-    }
+    is_taken = any(records.status(one) == "running" for one in _last_chances(records, launch))
+    waits = [[is_taken and one.status == "open" and one.is_last_chance for one in row] for row in table]
     begun = [{at for at, those in enumerate(settings) if _has_begun(row, those)} for row in table]
     for rung in range(num_rungs - 1, 0, -1):  # whose setting has come to a higher rung was chosen already
         for number in (number for at in sorted(begun[rung]) for number in settings[at]):
-            if table[rung][number].status == "open" and table[rung][number].task not in waiting:
+            if table[rung][number].status == "open" and not waits[rung][number]:
                 return table[rung][number].task
     if num_rungs > 1:
         assert by is not None
@@ -197,11 +199,11 @@ def next_task(
             return Task(settings[at][0], rung)
     order = shuffled(len(settings)) if num_rungs > 1 else range(len(settings))
     for number in (number for at in order for number in settings[at]):
-        if table[0][number].status == "open" and table[0][number].task not in waiting:
+        if table[0][number].status == "open" and not waits[0][number]:
             return table[0][number].task
     may_open = (
         records.unsure
-        or bool(waiting)
+        or any(map(any, waits))
         or (num_rungs > 1 and any(one.status == "running" for row in table[:-1] for one in row))
     )
     return Answer.WAIT if may_open else Answer.OVER

@@ -25,10 +25,10 @@ from mpitrain.search.sweep.deal import (
     Answer,
     Ended,
     Task,
+    is_last_chance,
     mean_of,
     meets_another,
     next_task,
-    progress_at,
     standings,
 )
 from mpitrain.search.sweep.journal import Dealer, Options, Sweep
@@ -97,10 +97,9 @@ class Work:
                 self.dealer.launch,
             )
             if isinstance(answer, Task):
-                attempts = [task for task in records.claimed if task[:2] == answer[:2]]
-                is_last_chance = progress_at(records, *answer[:2], attempts).is_last_chance
-                if self.dealer.claim(answer, is_last_chance):
-                    if not is_last_chance or not meets_another(self.sweep.records(self.dealer), answer):
+                is_last = is_last_chance(records, answer)
+                if self.dealer.claim(answer, is_last):
+                    if not is_last or not meets_another(self.sweep.records(self.dealer), answer):
                         return answer
                     self.dealer.ended(answer, Ended(INTERRUPTED))  # another was claimed in the same moment
                     time.sleep(random.uniform(0, 5 * LOOK_EVERY_S))  # which may give way, too
