@@ -118,7 +118,7 @@ def test_a_sleep_that_its_limit_ends_although_its_end_was_there_is_counted():
             second.post(array("Q", (1, 0, 0)))
         return come
 
-    wakeup.wait_for_ring(0.001, has_come)
+    wakeup.wait_for_ring(0.01, has_come)
     assert first.bell.num_missed == 1
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.board import Board
 from mpitrain.mpi.engine.collective_queue import Announcement, CollectiveQueue
-from mpitrain.mpi.engine.doorbell import DRIVER
+from mpitrain.mpi.engine.doorbell import DRIVER, NodePeers
 from mpitrain.mpi.engine.ownership import Ownership
 from mpitrain.mpi.engine.requests import Progress
 from mpitrain.mpi.engine.resting import BELL_S, Rests
@@ -51,9 +51,13 @@ class BoardSteps:
         self._progress, self._rests, self._engine = progress, rests, engine
         self._mpi, self._driving, self._commands = turn
 
-    def use(self, control_comm: "MPI.Comm", board: Board, shares_cores: bool) -> CollectiveQueue:
-        """From here on the ranks of this group arrive at their collectives on a board, and ring this process."""
+    def use(
+        self, control_comm: "MPI.Comm", comm: "MPI.Comm", board: Board, peers: NodePeers, shares_cores: bool
+    ) -> CollectiveQueue:
+        """From here on the ranks of this group arrive at their collectives on a board, and ring each other for that and
+        for the messages on both communicators."""
         self._rests.use(board.bell, shares_cores)
+        self._progress.ring_for((control_comm, comm), peers)
         return self._progress.use_board(control_comm, board)
 
     def step(

@@ -19,7 +19,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mpitrain.errors import UsageError
@@ -119,8 +119,8 @@ def _addresses(memory: SharedMemory) -> list[ctypes.c_void_p]:
 class Doorbell:
     """The words of this process. `who` is another number in each process of the node.
 
-    `num_rung`, `num_sleeps`: rings to others, and sleeps; `num_missed` sleeps have ended by their limit although what
-    they waited for was there.
+    `num_rung`, `num_sleeps`: rings to others, and sleeps; `num_missed` long sleeps have ended by their limit although
+    what they waited for was there.
     """
 
     def __init__(self, who: int):
@@ -178,6 +178,20 @@ class Doorbell:
 
     def _next(self) -> int:
         return (next(self._numbers) << 10 | self._who) & 0xFFFFFFFF
+
+
+class NodePeers:
+    """The other ranks of a communicator that are on this node, which ring each other for its messages."""
+
+    def __init__(self, bell: Doorbell, peers: Mapping[int, Peer]):
+        self._bell, self._peers = bell, peers
+
+    def ring(self, rank: int) -> None:
+        """Wake that one, if it waits: a message to it has been posted, or one of its own has been received."""
+        peer = self._peers.get(rank)
+        if peer is not None:  # else it is this process
+            self._bell.fence()
+            self._bell.ring((peer,))
 
 
 def peers_at(places: Iterable[Place], known: dict[Place, Peer]) -> list[Peer]:

@@ -37,7 +37,7 @@ from mpitrain.mpi.engine.doorbell import DRIVER
 from mpitrain.mpi.engine.forks import refuse_children_of
 from mpitrain.mpi.engine.ownership import Ownership, left_s
 from mpitrain.mpi.engine.requests import Progress, withdraw
-from mpitrain.mpi.engine.resting import CHECK_AGAIN_S, Rests
+from mpitrain.mpi.engine.resting import CHECK_AGAIN_S, Rests, Sleepers
 from mpitrain.mpi.failed_ranks import FailedRanks
 from mpitrain.mpi.operation import Op, message_of
 from mpitrain.system import awake, background
@@ -61,16 +61,15 @@ class Engine:
         refuse_children_of(self)
 
     def _begin(self, deaths: FailedRanks | None) -> None:
-        self._progress = Progress(self._notify, deaths)
+        self._sleepers = Sleepers()
+        self._progress = Progress(self._sleepers.wake, deaths)
         self._commands: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._mpi = Ownership()  # once there is a communication thread
         self._driving = threading.Lock()  # held by the one waiting thread that drives MPI
-        self._finished = threading.Condition()
         self.boards = BoardSteps(
             self._progress, self._rests, Turn(self._mpi, self._driving, self._commands), self
         )
-        self._num_asleep = 0  # threads that wait while another one drives; changed under `_finished`
         self._broken: BaseException | None = None
 
     def refuse(self, error: Exception) -> None:
@@ -183,7 +182,7 @@ class Engine:
             return False
         if not self._mpi.take(0):
             self._driving.release()
-            self._notify()
+            self._sleepers.wake()
             return False
         if self._commands or not self._progress.is_idle or self._broken is not None:
             self._driving.release()
@@ -253,20 +252,8 @@ class Engine:
             if self._driving.acquire(blocking=False):
                 self._drive(predicate, deadline_s)
             else:
-                self._sleep(predicate, deadline_s)
+                self._sleepers.sleep(predicate, lambda: self._check(deadline_s))
         self.waited_s += time.monotonic() - began_s
-
-    def _sleep(self, predicate: Callable[[], Any], deadline_s: float | None) -> None:
-        """Sleep until something completes. The thread that completes looks for sleepers afterwards, and a thread that
-        goes to sleep looks at the predicate afterwards, so no completion is missed."""
-        with self._finished:
-            self._num_asleep += 1
-            try:
-                if not predicate():
-                    self._check(deadline_s)
-                    self._finished.wait(left_s(deadline_s, CHECK_AGAIN_S))
-            finally:
-                self._num_asleep -= 1
 
     def _drive(self, predicate: Callable[[], Any], deadline_s: float | None) -> None:
         """Drive MPI until `predicate()` holds, then release `_driving`, which the caller holds."""
@@ -282,7 +269,7 @@ class Engine:
                         self.on_wait()
                         self._check(deadline_s)
                         self._rests.want(DRIVER)
-                        self._rests.rest(self._rests.driver, self._progress, self._commands)
+                        self._rests.rest(self._rests.driver, self._progress, self._has_work)
             finally:
                 self._release()
         finally:
@@ -326,7 +313,7 @@ class Engine:
 
     def _leave(self, short: bool = False) -> None:
         self._rests.leave(self._progress, bool(self._commands), short)
-        self._notify()
+        self._sleepers.wake()
 
     def _release(self) -> None:
         """Let another thread own MPI, after peers can see whether this process waits for them."""
@@ -364,11 +351,13 @@ class Engine:
             self._backoff.traffic()
         return num_done
 
-    def _check(self, deadline_s: float | None) -> None:
+    def _check(self, deadline_s: float | None) -> float:
+        """The seconds for which a thread may sleep."""
         if self._broken is not None:
             raise self._broken
         if deadline_s is not None and awake.now_s() > deadline_s:
             raise TimeoutError("the deadline passed while waiting for other ranks")
+        return left_s(deadline_s, CHECK_AGAIN_S)
 
     # ---- the communication thread
 
@@ -419,7 +408,7 @@ class Engine:
             if is_over:
                 return
             if not self._rests.park(self._driving.locked) and not num_done:
-                self._rests.rest(self._rests.thread, self._progress, self._commands)
+                self._rests.rest(self._rests.thread, self._progress, self._has_work)
 
     def _ends_nap(self) -> bool:
         is_left = (self._commands or not self._progress.is_idle) and not self._driving.locked()
@@ -433,6 +422,22 @@ class Engine:
         except Exception as error:
             self._break(error)
             return 1
+
+    def _has_work(self) -> bool:
+        """A thread's last look before it sleeps. Only a poll shows that a message has come: this thread's where no
+        other has MPI, else that one's, which sets this thread's wakeup when it leaves."""
+        if self._commands or self._progress.has_news:
+            return True
+        if not self._progress.waits_for_rings:
+            return False
+        if self._mpi.is_mine:
+            return self._step() > 0
+        if not self._mpi.take(0):
+            return False
+        try:
+            return self._step() > 0
+        finally:
+            self._release()
 
     def _run_commands(self) -> int:
         num_commands = 0
@@ -492,8 +497,3 @@ class Engine:
             self._rests.driver.set()
         if not quiet:
             self._rests.thread.set()
-
-    def _notify(self) -> None:
-        if self._num_asleep:
-            with self._finished:
-                self._finished.notify_all()

@@ -8,8 +8,6 @@ fails with a TimeoutError; memory that MPI may still write to is kept alive for 
 """
 
 import contextlib
-import heapq
-import itertools
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
@@ -27,9 +25,10 @@ from mpitrain.mpi.engine.collective_queue import (
     failing,
     last_tag,
 )
+from mpitrain.mpi.engine.deadlines import Deadlines
+from mpitrain.mpi.engine.doorbell import NodePeers
 from mpitrain.mpi.failed_ranks import FailedRanks
 from mpitrain.mpi.operation import Op
-from mpitrain.system import awake
 
 _abandoned: list[Any] = []  # requests and buffers that MPI may still write to when their engine is gone
 
@@ -46,9 +45,12 @@ class Progress:
         self._on_done, self._failed_ranks = on_done, failed_ranks
         self._requests: list[Any] = []  # what MPI tests; `_ops` runs parallel to it
         self._ops: list[Op] = []
+        self._rung: dict[
+            int, NodePeers
+        ] = {}  # by the handle of a communicator whose messages its ranks ring for
+        self._num_unrung = 0  # outstanding operations for which nobody rings
         self._queues: dict[int, CollectiveQueue] = {}  # by the handle of the group's control communicator
-        self._deadlines: list[tuple[float, int, Op, float, Callable[[BaseException], None]]] = []
-        self._order = itertools.count()
+        self._deadlines = Deadlines()
         self._status = MPI.Status()
 
     def __len__(self) -> int:
@@ -93,6 +95,10 @@ class Progress:
         done at once, too."""
         try:
             op.request = start()
+            if self._rung and op.comm is not None and op.kind in ("send", "receive"):
+                op.peers = self._rung.get(op.comm.handle)
+                if op.peers is not None and op.kind == "send":
+                    op.peers.ring(op.peer)
             is_done = looks and op.kind == "send" and op.request.Test()
         except Exception as error:
             self.complete(op, error)
@@ -103,8 +109,9 @@ class Progress:
         self._requests.append(op.request)
         self._ops.append(op)
         self.num_awake += not op.passive
+        self._num_unrung += op.peers is None
         if timeout_s is not None:
-            self._set_deadline(op, timeout_s, lambda error: self._abandon(op, error))
+            self._deadlines.set(op, timeout_s, lambda error: self._abandon(op, error))
         return op
 
     def run(self, op: Op, function: Callable[[], Any]) -> None:
@@ -247,13 +254,18 @@ class Progress:
 
     def _limit(self, op: Op, queue: CollectiveQueue, timeout_s: float | None) -> None:
         if timeout_s is not None:
-            self._set_deadline(op, timeout_s, lambda error: self._fail_queue(queue, error))
+            self._deadlines.set(op, timeout_s, lambda error: self._fail_queue(queue, error))
 
     def _queue_of(self, control_comm: "MPI.Comm") -> CollectiveQueue:
         queue = self._queues.get(control_comm.handle)
         if queue is None:
             queue = self._queues[control_comm.handle] = CollectiveQueue(control_comm)
         return queue
+
+    def ring_for(self, comms: Sequence["MPI.Comm"], peers: NodePeers) -> None:
+        """From here on the ranks of these communicators ring each other for messages."""
+        for comm in comms:
+            self._rung[comm.handle] = peers
 
     def use_board(self, control_comm: "MPI.Comm", board: Board) -> CollectiveQueue:
         """From here on the ranks of this group arrive on a board."""
@@ -264,6 +276,8 @@ class Progress:
     def forget(self, comms: Sequence["MPI.Comm"], error: BaseException | None = None) -> None:
         """Drop the queues of these communicators, which are used no more, and fail what is outstanding on them."""
         handles = {comm.handle for comm in comms}
+        for handle in handles:
+            self._rung.pop(handle, None)
         queues = [queue for handle in handles if (queue := self._queues.pop(handle, None)) is not None]
         if error is None:
             return
@@ -290,8 +304,7 @@ class Progress:
             if not self._test():
                 break
             num_done += 1
-        if self._deadlines:
-            self._expire()
+        self._deadlines.expire()
         if self._failed_ranks is not None:
             for op in self._failed_ranks.unanswerable(self._ops):
                 self._abandon(op, MPI.Exception(MPI.ERR_PROC_FAILED))
@@ -313,7 +326,7 @@ class Progress:
         """Complete everything outstanding with `error`; what MPI may still write to is kept alive for ever."""
         ops = self.outstanding()
         _abandoned.append((self._requests, [op.buffer for op in ops]))
-        self._requests, self._ops, self.num_awake = [], [], 0
+        self._requests, self._ops, self.num_awake, self._num_unrung = [], [], 0, 0
         self._queues.clear()
         for op in ops:
             with contextlib.suppress(Exception):  # `error` came first; what follows from it adds nothing
@@ -337,7 +350,12 @@ class Progress:
             raise WireError(f"MPI dropped {len(requests)} requests without an error")
         op = self._ops[index]
         self._remove(index)
-        self.complete(op, self._read_status(op) if op.kind == "receive" else None)
+        error = self._read_status(op) if op.kind == "receive" else None
+        if op.peers is not None and op.kind == "receive" and error is None:
+            op.peers.ring(
+                op.source
+            )  # where the message was long, the sender learns only now that it has gone
+        self.complete(op, error)
         return True
 
     def _fail_null(self, failure: MPI.Exception) -> None:
@@ -362,6 +380,7 @@ class Progress:
         self._requests.pop()
         self._ops.pop()
         self.num_awake -= not op.passive
+        self._num_unrung -= op.peers is None
 
     def _read_status(self, op: Op) -> BaseException | None:
         status = self._status
@@ -371,24 +390,6 @@ class Progress:
         op.source, op.tag = status.source, status.tag
         op.status_bytes = status.Get_elements(MPI.BYTE)  # Get_count overflows at 2 GB
         return None
-
-    # ---- deadlines
-
-    def _set_deadline(self, op: Op, timeout_s: float, fail: Callable[[BaseException], None]) -> None:
-        deadline_s = awake.now_s() + timeout_s
-        heapq.heappush(self._deadlines, (deadline_s, next(self._order), op, timeout_s, fail))
-
-    def _expire(self) -> None:
-        """Fail what has passed its deadline; forget the deadlines of what is done."""
-        while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] < awake.now_s()):
-            _, _, op, timeout_s, fail = heapq.heappop(self._deadlines)
-            if not op.done:
-                fail(
-                    TimeoutError(
-                        f"{op.what or repr(op)} timed out: not all ranks have called it within the timeout of"
-                        f" {timeout_s:g} s"
-                    )
-                )
 
     def _abandon(self, op: Op, error: BaseException) -> None:
         """Complete an operation that MPI has not finished; its request and buffer stay alive."""
@@ -448,9 +449,18 @@ class Progress:
             other.then(one_done)
 
     @property
-    def waits_for_bell(self) -> bool:
+    def waits_for_board(self) -> bool:
         """Whether all that is outstanding are collectives that wait for ranks to come to a board."""
-        return not self._ops and all(queue.board is not None for queue in self._all_queues() if len(queue))
+        return not self._ops and self._are_on_boards
+
+    @property
+    def waits_for_rings(self) -> bool:
+        """Whether the ranks of this node ring for all that is outstanding, messages among it."""
+        return bool(self._ops) and not self._num_unrung and self._are_on_boards
+
+    @property
+    def _are_on_boards(self) -> bool:
+        return all(queue.board is not None for queue in self._all_queues() if len(queue))
 
     @property
     def has_news(self) -> bool:

@@ -1,14 +1,18 @@
-"""How the threads of an engine wait: by the backoff policy while MPI has something to be polled for, and on the
-doorbell where ranks of this node ring (`doorbell.py`).
+"""How the threads of an engine wait: by the backoff policy while MPI has something to be polled for that comes without
+a word, and on the doorbell where ranks of this node ring (`doorbell.py`).
 
 Invariants: before a thread lets go of MPI it says whom peers shall ring (`want`), and afterwards it looks whether they
 came before they could see that. Where all that is outstanding waits for peers to come to a board, nobody is woken for
-it but by them. The communication thread is parked, and no bell wakes it, while another thread drives.
+it but by them. Who has posted a message rings its receiver, and who has received one its sender; what MPI does between
+the two in more than one step nobody rings for, so a sleep is short while such a message may be under way. The
+communication thread is parked, and no bell wakes it, while another thread drives.
 """
 
-from collections.abc import Callable, Sized
+import threading
+from collections.abc import Callable
+from typing import Any
 
-from mpitrain.mpi.engine.backoff import Backoff, yield_core
+from mpitrain.mpi.engine.backoff import SHORT_SLEEP_S, Backoff, yield_core
 from mpitrain.mpi.engine.doorbell import DRIVER, THREAD, Doorbell
 from mpitrain.mpi.engine.requests import Progress
 from mpitrain.mpi.engine.wakeup import NAP_S, NappingWakeup, Wakeup
@@ -19,6 +23,31 @@ _SPIN_S = (
 )
 _NAPS_FOR_S = 0.01  # after the last traffic
 BELL_S = 0.05  # how long one sleeps at most until peers ring: for deadlines, and signals
+
+
+class Sleepers:
+    """Threads that wait while another one drives. Who completes something looks for sleepers afterwards, and who goes
+    to sleep looks at its predicate afterwards, so no completion is missed."""
+
+    def __init__(self) -> None:
+        self._finished = threading.Condition()
+        self._num_asleep = 0  # changed under the lock
+
+    def sleep(self, predicate: Callable[[], Any], limit_s: Callable[[], float]) -> None:
+        """Until something completes, for `limit_s()` at most, which may raise; not at all where `predicate()` holds."""
+        with self._finished:
+            self._num_asleep += 1
+            try:
+                if not predicate():
+                    self._finished.wait(limit_s())
+            finally:
+                self._num_asleep -= 1
+
+    def wake(self) -> None:
+        """Something has completed."""
+        if self._num_asleep:
+            with self._finished:
+                self._finished.notify_all()
 
 
 class Rests:
@@ -59,7 +88,7 @@ class Rests:
     def leave(self, progress: Progress, has_commands: bool, short: bool) -> None:
         """In a thread that owns MPI no more: wake the communication thread where it has to do something; after a nap if
         `short`."""
-        if self.bell is not None and not has_commands and progress.waits_for_bell:
+        if self.bell is not None and not has_commands and progress.waits_for_board:
             if not progress.is_idle and (self._is_parked or progress.has_news):
                 self.thread.set()
         elif short:
@@ -79,18 +108,29 @@ class Rests:
         self._is_parked = False
         return parks
 
-    def rest(self, wakeup: Wakeup, progress: Progress, commands: Sized) -> None:
+    def rest(self, wakeup: Wakeup, progress: Progress, has_work: Callable[[], bool]) -> None:
         """Sleep for as long as the backoff policy allows, or peers ring; `wakeup` ends the sleep, and there is none
-        where there are `commands`."""
+        where this thread `has_work()`, which is asked after peers can see that it waits."""
         sleep_s: float | None = None
-        if self.bell is not None and progress.waits_for_bell:
+        if self.bell is not None and progress.waits_for_board:
             sleep_s = None if progress.is_idle else BELL_S
+        elif self.bell is not None and progress.waits_for_rings:
+            sleep_s = self._until_rung_s(progress.num_awake > 0)
         elif len(progress):
             sleep_s = 0.0 if progress.num_awake else self._backoff.sleep_s(progress.num_arriving > 0)
         if sleep_s == 0.0:
             if not self._backoff.spin():
                 yield_core()
         elif self.bell is not None:
-            wakeup.wait_for_ring(sleep_s or CHECK_AGAIN_S, lambda: bool(commands) or progress.has_news)
+            if wakeup.wait_for_ring(sleep_s or CHECK_AGAIN_S, has_work):
+                self._backoff.traffic()
         else:
             wakeup.wait(sleep_s if wakeup is self.thread else sleep_s or CHECK_AGAIN_S)
+
+    def _until_rung_s(self, moves: bool) -> float:
+        """How long one sleeps at most until peers ring for a message; 0.0 means only to yield. `moves`: one may be
+        under way, which takes several polls of either side where MPI copies it piece by piece."""
+        quiet_s = self._backoff.quiet_s()
+        if not self._shares_cores and (moves or quiet_s < _SPIN_S):
+            return 0.0
+        return SHORT_SLEEP_S if moves else min(BELL_S, max(SHORT_SLEEP_S, quiet_s / 2))

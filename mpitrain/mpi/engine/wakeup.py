@@ -16,6 +16,7 @@ from collections.abc import Callable
 from mpitrain.mpi.engine.doorbell import THREAD, Doorbell
 
 NAP_S = 0.0005
+_LONG_S = 0.01  # a shorter sleep often ends just when what it waits for comes
 
 
 class Wakeup:
@@ -34,13 +35,20 @@ class Wakeup:
         if self.bell is not None:
             self.bell.ring_own(self._which)
 
-    def wait_for_ring(self, limit_s: float, has_news: Callable[[], bool]) -> None:
-        """Sleep until the bell rings or this is set, for `limit_s` at most; not at all if it is set or `has_news()`."""
+    def wait_for_ring(self, limit_s: float, has_news: Callable[[], bool]) -> bool:
+        """Sleep until the bell rings or this is set, for `limit_s` at most; not at all if it is set or `has_news()`.
+        Whether a ring has ended it."""
         assert self.bell is not None
         value = self.bell.value(self._which)
-        if self._not_set.locked() and not has_news() and not self.bell.sleep(self._which, value, limit_s):
-            self.bell.num_missed += self.bell.wanted == self._which and self._not_set.locked() and has_news()
+        is_rung = False
+        if self._not_set.locked() and not has_news():
+            is_rung = self.bell.sleep(self._which, value, limit_s)
+            if not is_rung and limit_s >= _LONG_S:
+                self.bell.num_missed += (
+                    self.bell.wanted == self._which and self._not_set.locked() and has_news()
+                )
         self._not_set.acquire(blocking=False)
+        return is_rung
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Return True when it is set, and clear it; False after `timeout_s` (None: no limit)."""

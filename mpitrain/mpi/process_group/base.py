@@ -157,8 +157,10 @@ class GroupBase(dist.ProcessGroup):
         """Collective, in the thread that owns MPI: have the members arrive on a board where that can be."""
         made = on_board.make(self._runtime, self._comm, self._ranks)
         if made is not None:
-            board, carries_any = made
-            queue = self._engine.boards.use(self._control_comm, board, self._runtime.shares_cores)
+            board, peers, carries_any = made
+            queue = self._engine.boards.use(
+                self._control_comm, self._comm, board, peers, self._runtime.shares_cores
+            )
             self._board = on_board.TensorBoard(board, queue, self._rank, self._size, carries_any)
 
     def leave(self) -> Op | None:
@@ -172,7 +174,7 @@ class GroupBase(dist.ProcessGroup):
         return self._engine.submit_collective(lambda may_block: self._free(), self._control_comm, LEFT_GROUP)
 
     def _free(self) -> None:
-        self._engine.forget([self._control_comm])
+        self._engine.forget([self._control_comm, self._comm])
         for comm in (self._comm, self._control_comm):
             self._runtime.communicators.remove(comm)
             comm.Free()

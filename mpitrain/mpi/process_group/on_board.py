@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine import doorbell
 from mpitrain.mpi.engine.board import MAX_RANKS, Board, num_bytes
 from mpitrain.mpi.engine.collective_queue import CollectiveQueue
+from mpitrain.mpi.engine.doorbell import NodePeers
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.memory.device_aware import is_forced
 from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
@@ -139,10 +140,18 @@ class TensorBoard:
         return deposit, take
 
 
-def make(runtime: Runtime, comm: MPI.Intracomm, ranks: list[int]) -> tuple[Board, bool] | None:
-    """Collective over the members, in the thread that owns MPI: the board of a new group, which all can use or none,
-    and whether tensors are left on it: none are where a rank's environment has MPI read device memory
-    (MPITRAIN_GPU_BUFFERS=on), wherever they lie, since that is not known of the others' tensors."""
+class Made(NamedTuple):
+    """A group's board, who rings for its messages, and whether tensors are left on the board: none are where a rank's
+    environment has MPI read device memory (MPITRAIN_GPU_BUFFERS=on), wherever they lie, since that is not known of the
+    others' tensors."""
+
+    board: Board
+    peers: NodePeers
+    carries_any: bool
+
+
+def make(runtime: Runtime, comm: MPI.Intracomm, ranks: list[int]) -> Made | None:
+    """Collective over the members, in the thread that owns MPI: the board of a new group, which all can use or none."""
     size, rank = comm.size, comm.rank
     one_node = len({runtime.nodes[member] for member in ranks}) == 1
     if not one_node or not 1 < size <= MAX_RANKS or runtime.fault_tolerance != "none":
@@ -157,14 +166,17 @@ def make(runtime: Runtime, comm: MPI.Intracomm, ranks: list[int]) -> tuple[Board
     every = json_collectives.allgather(
         comm, bell and [bell.memory.place, memory and memory.place, is_forced()]
     )
-    board = None
+    made = None
     with contextlib.suppress(OSError):
         if bell is not None and all(every):
             places = [doorbell.Place(*each[0]) for each in every]
-            peers = doorbell.peers_at(places[:rank] + places[rank + 1 :], runtime.met)
+            others = [*range(rank), *range(rank + 1, size)]
+            peers = doorbell.peers_at([places[other] for other in others], runtime.met)
             shared = memory or doorbell.SharedMemory.at(doorbell.Place(*every[0][1]), length)
             board = Board(shared, rank, size, slot_bytes, bell, peers)
-    usable = all(json_collectives.allgather(comm, board is not None))
+            carries_any = not any(each[2] for each in every)
+            made = Made(board, NodePeers(bell, dict(zip(others, peers, strict=True))), carries_any)
+    usable = all(json_collectives.allgather(comm, made is not None))
     if memory is not None:
         memory.close()
-    return (board, not any(each[2] for each in every)) if board is not None and usable else None
+    return made if usable else None

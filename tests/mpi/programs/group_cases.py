@@ -561,6 +561,33 @@ def case_ranks_that_wait_sleep_until_the_last_one_rings(rt):
     assert bell.num_missed - missed <= 2  # of 20: a rank may lose its core between its arrival and its ring
 
 
+def case_a_message_rings_its_receiver_and_its_arrival_the_sender(rt):
+    """Each end sleeps until the other sees that it waits, for a short message and for one of which the sender learns
+    only when it has been received; from a rank that is named, and from any."""
+    pair = dist.new_group([0, 1])
+    if doorbell.why_not("none") or rt.rank > 1:
+        return
+    bell, process = rt.bell(), int(rt.processes[1 - rt.rank].split(":")[2])
+    other = next(peer for place, peer in rt.met.items() if place.process == process)
+    for count in (5, 5, 300_000):
+        for turn in range(20):
+            tensor, rung = torch.full((count,), float(turn + rt.rank)), bell.num_rung
+            is_long = count > 5
+            waits_first = is_long if rt.rank == 0 else not is_long
+            if not waits_first:
+                while not other.words[48]:
+                    pass
+            if rt.rank == 0:
+                dist.send(tensor, 1)
+            elif turn % 2:
+                assert dist.recv(tensor) == 0
+            else:
+                dist.recv(tensor, 0)
+            assert tensor.eq(turn).all()
+            assert waits_first or bell.num_rung > rung, (count, turn)
+            dist.barrier(group=pair)
+
+
 def case_where_mpi_is_to_read_device_memory_nothing_is_left_on_the_board(rt):
     """Also where one rank's environment alone says so."""
     with mock.patch.dict(os.environ, {"MPITRAIN_GPU_BUFFERS": "off" if rt.rank else "on"}):
