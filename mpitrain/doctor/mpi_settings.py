@@ -47,11 +47,17 @@ def lines(library: str, environ: Mapping[str, str], yields: bool) -> Iterator[st
         )
 
 
-def waiting(why_no_doorbell: str) -> str:
-    """How ranks of a node wait for one another in collectives."""
+def waiting(why_no_doorbell: str, why_not_at_collectives: str) -> str:
+    """How ranks of a node wait for one another: for messages, and at collectives."""
     if why_no_doorbell:
         return f"ranks that wait for others of their node poll and yield: {why_no_doorbell}"
-    return "ranks that wait for others of their node sleep until those ring (MPITRAIN_DOORBELL=off has them poll)"
+    switch = "(MPITRAIN_DOORBELL=off has them poll)"
+    if why_not_at_collectives:
+        return (
+            f"ranks that wait for messages of their node sleep until those ring {switch}; at collectives they poll and "
+            f"yield: {why_not_at_collectives}"
+        )
+    return f"ranks that wait for others of their node sleep until those ring {switch}"
 
 
 def yields_to_others(num_local: int, num_cores: int, proc: Path = Path("/proc")) -> bool:

@@ -62,7 +62,7 @@ def run_comm(runtime: Runtime, failing: Path | None, slow: float = SLOW, figures
             runtime.library, os.environ, mpi_settings.yields_to_others(num_local, usable_cores())
         ):
             say(line)
-        say(mpi_settings.waiting(doorbell.why_not(runtime.fault_tolerance)))
+        say(mpi_settings.waiting(doorbell.why_not("none"), doorbell.why_not(runtime.fault_tolerance)))
     return int(runtime.broadcast(code))
 
 

@@ -21,7 +21,9 @@ from mpitrain.errors import UsageError
 from mpitrain.mpi import json_collectives, json_messages
 from mpitrain.mpi.allreduce_plan import Plan
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.engine.doorbell import Doorbell, Peer, Place
+from mpitrain.mpi.engine import doorbell
+from mpitrain.mpi.engine.board import MAX_RANKS
+from mpitrain.mpi.engine.doorbell import Doorbell, NodePeers, Place
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.failed_ranks import failed_ranks
 from mpitrain.mpi.faults import abort
@@ -162,8 +164,7 @@ class Runtime(Ranks):
         self._thread_levels = [self.thread_level]  # of every rank at launch
         self._has_checked_threads = False
         self.shares_cores = False  # this node has more ranks than cores that they may run on
-        self.met: dict[Place, Peer] = {}  # other processes of this node, by their doorbells
-        self._bell: Doorbell | None = None
+        self.neighbours: NodePeers | None = None  # the other ranks of this node, where all ring each other
         self.fault_tolerance = fault_tolerance()
         self._patience_s = PATIENCE_S if self.fault_tolerance == "heartbeat" else None
         self.engine = Engine(
@@ -186,9 +187,14 @@ class Runtime(Ranks):
         abort.install_hooks(self)
         if not self._is_part:
             atexit.register(self.finish)
-        own = [node_key(), socket.gethostname(), processes.identity(), self.thread_level, own_cores()]
-        node_keys, self.hosts, self.processes, self._thread_levels, cores = map(
-            list, zip(*self.allgather(own))
+        why_not, bell = why_not_asked_level(self.library, can_report_deaths()), None
+        try:
+            bell = doorbell.own()
+        except UsageError as error:
+            why_not = str(error)
+        who = [node_key(), socket.gethostname(), processes.identity(), self.thread_level, own_cores()]
+        node_keys, self.hosts, self.processes, self._thread_levels, cores, places = map(
+            list, zip(*self.allgather([*who, bell and bell.memory.place]))
         )
         self._place(node_keys)
         self.shares_cores = are_shared([cores[rank] for rank in self._ranks_here()])
@@ -198,7 +204,7 @@ class Runtime(Ranks):
             warn_of_multiple(self._thread_levels, self.library)
         self.allreduce_plan = Plan(self.nodes, self.library)
         self.local_rank = self.nodes[: self.rank].count(self.nodes[self.rank])
-        why_not = why_not_asked_level(self.library, can_report_deaths())
+        self._meet_neighbours(bell, places)
         self.agree(UsageError(why_not) if why_not else None)
         self._start_reporting()
 
@@ -211,7 +217,11 @@ class Runtime(Ranks):
         self.hosts = [self.hosts[rank] for rank in survivors]
         self._place([str(self.nodes[rank]) for rank in survivors])
         self.allreduce_plan.renumber(self.nodes)
+        self.engine.forget([self.comm])
         self.comm = self.engine.comm = comm
+        if self.neighbours is not None:
+            self.neighbours = self.neighbours.among(survivors)
+            self.engine.use_bell(self.neighbours, self.shares_cores)
         self.rank, self.size = comm.rank, comm.size
         self.torch_ranks, self.communicators, self.groups = (), [], []
         self._make_control_comm()
@@ -220,11 +230,21 @@ class Runtime(Ranks):
         """The ranks of this node."""
         return [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
 
-    def bell(self) -> Doorbell:
-        """This process's doorbell, made on the first call. Raises OSError where there is no memory for it."""
-        if self._bell is None:
-            self._bell = Doorbell(self.local_rank)
-        return self._bell
+    def _meet_neighbours(self, bell: Doorbell | None, places: list[Any]) -> None:
+        """Collective: have the ranks of this node ring each other, where each of them can ring all others."""
+        here = self._ranks_here()
+        if bell is not None and 1 < len(here) <= MAX_RANKS and all(places[rank] for rank in here):
+            bell.number = self.local_rank
+            others = {rank: Place(*places[rank]) for rank in here if rank != self.rank}
+            with contextlib.suppress(OSError):
+                self.neighbours = NodePeers.at(bell, others)
+        if len(set(self.nodes)) == self.size:
+            return
+        can_ring = self.allgather(self.neighbours is not None)
+        if not all(can_ring[rank] for rank in here):
+            self.neighbours = None
+        if self.neighbours is not None:
+            self.engine.use_bell(self.neighbours, self.shares_cores)
 
     def _place(self, node_names: list[str]) -> None:
         self.nodes = node_indices(node_names)

@@ -30,7 +30,7 @@ def make_boards(num_ranks):
     made = SharedMemory.made(length)
     boards = []
     for rank in range(num_ranks):
-        peers = doorbell.peers_at([bell.memory.place for bell in bells if bell is not bells[rank]], {})
+        peers = [doorbell.Peer(bell.memory.place) for bell in bells if bell is not bells[rank]]
         memory = SharedMemory.at(made.place, length)
         boards.append(Board(memory, rank, num_ranks, SLOT_BYTES, bells[rank], peers))
     return boards

@@ -52,11 +52,11 @@ class BoardSteps:
         self._mpi, self._driving, self._commands = turn
 
     def use(
-        self, control_comm: "MPI.Comm", comm: "MPI.Comm", board: Board, peers: NodePeers, shares_cores: bool
+        self, control_comm: "MPI.Comm", comm: "MPI.Comm", board: Board, peers: NodePeers
     ) -> CollectiveQueue:
         """From here on the ranks of this group arrive at their collectives on a board, and ring each other for that and
         for the messages on both communicators."""
-        self._rests.use(board.bell, shares_cores)
+        self._rests.has_boards = True
         self._progress.ring_for((control_comm, comm), peers)
         return self._progress.use_board(control_comm, board)
 

@@ -12,6 +12,7 @@ by way of /proc, and knows it by random bytes. Stores become visible in the orde
 that this runs on. This file imports no MPI.
 """
 
+import contextlib
 import ctypes
 import itertools
 import mmap
@@ -19,7 +20,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpitrain.errors import UsageError
@@ -117,18 +118,18 @@ def _addresses(memory: SharedMemory) -> list[ctypes.c_void_p]:
 
 
 class Doorbell:
-    """The words of this process. `who` is another number in each process of the node.
+    """The words of this process. `number` is another one in each process of the node, before any of them rings.
 
     `num_rung`, `num_sleeps`: rings to others, and sleeps; `num_missed` long sleeps have ended by their limit although
     what they waited for was there.
     """
 
-    def __init__(self, who: int):
+    def __init__(self, number: int = 0):
         self.memory = SharedMemory.made(_OWN_BYTES)
         self._words = memoryview(self.memory.map).cast("I")
         self._addresses = _addresses(self.memory)
         self._syscall: Any = ctypes.CDLL(None).syscall
-        self._who = who & 0x3FF
+        self.number = number
         self._numbers = itertools.count(1)
         self._barrier = threading.Lock()
         self.num_rung = self.num_sleeps = self.num_missed = 0
@@ -177,28 +178,40 @@ class Doorbell:
         return self.value(which) != value
 
     def _next(self) -> int:
-        return (next(self._numbers) << 10 | self._who) & 0xFFFFFFFF
+        return (next(self._numbers) << 10 | self.number & 0x3FF) & 0xFFFFFFFF
+
+
+def own() -> Doorbell | None:
+    """One for this process; None where there is none to be had. Raises UsageError for an unknown setting."""
+    if not why_not("none"):
+        with contextlib.suppress(OSError):
+            return Doorbell()
+    return None
 
 
 class NodePeers:
     """The other ranks of a communicator that are on this node, which ring each other for its messages."""
 
     def __init__(self, bell: Doorbell, peers: Mapping[int, Peer]):
-        self._bell, self._peers = bell, peers
+        self.bell, self._peers = bell, peers
+
+    def among(self, ranks: Sequence[int]) -> "NodePeers":
+        """The same in a communicator of these ranks, in their order."""
+        peers = {index: self._peers[rank] for index, rank in enumerate(ranks) if rank in self._peers}
+        return NodePeers(self.bell, peers)
+
+    @classmethod
+    def at(cls, bell: Doorbell, places: Mapping[int, Place]) -> "NodePeers":
+        """Those at these places, by rank. Raises OSError where this process cannot see one."""
+        return cls(bell, {rank: Peer(place) for rank, place in places.items()})
+
+    def words(self) -> list[Peer]:
+        """In the order of the ranks."""
+        return [self._peers[rank] for rank in sorted(self._peers)]
 
     def ring(self, rank: int) -> None:
         """Wake that one, if it waits: a message to it has been posted, or one of its own has been received."""
         peer = self._peers.get(rank)
         if peer is not None:  # else it is this process
-            self._bell.fence()
-            self._bell.ring((peer,))
-
-
-def peers_at(places: Iterable[Place], known: dict[Place, Peer]) -> list[Peer]:
-    """The peers there, each opened once. Raises OSError where this process cannot see one."""
-    found = []
-    for place in places:
-        if place not in known:
-            known[place] = Peer(place)
-        found.append(known[place])
-    return found
+            self.bell.fence()
+            self.bell.ring((peer,))

@@ -33,7 +33,7 @@ from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.backoff import Backoff
 from mpitrain.mpi.engine.board_steps import BoardSteps, Turn
 from mpitrain.mpi.engine.collective_queue import Announcement, PendingCollective
-from mpitrain.mpi.engine.doorbell import DRIVER
+from mpitrain.mpi.engine.doorbell import NodePeers
 from mpitrain.mpi.engine.forks import refuse_children_of
 from mpitrain.mpi.engine.ownership import Ownership, left_s
 from mpitrain.mpi.engine.requests import Progress, withdraw
@@ -67,9 +67,8 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._mpi = Ownership()  # once there is a communication thread
         self._driving = threading.Lock()  # held by the one waiting thread that drives MPI
-        self.boards = BoardSteps(
-            self._progress, self._rests, Turn(self._mpi, self._driving, self._commands), self
-        )
+        turn = Turn(self._mpi, self._driving, self._commands)
+        self.boards = BoardSteps(self._progress, self._rests, turn, self)
         self._broken: BaseException | None = None
 
     def refuse(self, error: Exception) -> None:
@@ -78,6 +77,11 @@ class Engine:
         self._begin(None)
         self._broken = error
         Progress.threaded = None
+
+    def use_bell(self, peers: NodePeers, shares_cores: bool) -> None:
+        """From here on ranks of this node ring each other for messages on `comm`. `shares_cores`: see `Rests.use`."""
+        self._rests.use(peers.bell, shares_cores, may_die=self.tolerant)
+        self._progress.ring_for([self.comm], peers)
 
     # ---- posting
 
@@ -135,7 +139,7 @@ class Engine:
             op,
             lambda: self._progress.submit_collective(collective, control_comm, timeout_s),
             quiet,
-            short=short and self._rests.bell is not None,
+            short=short and self._rests.has_boards,
         )
 
     def _run_collective(
@@ -163,10 +167,9 @@ class Engine:
         limit_s: Callable[[], float],
     ) -> Op | bool:
         """Begin a collective that its caller waits for, announced as `made`, in this thread. True: it is done. False:
-        other operations are outstanding, or there is no communication thread, and nothing has begun. An Op: other ranks
-        have yet to arrive, or do not agree; the memory of `made` is the Op's then. `function(may_block)` is as for
-        `submit_collective`, and returns nothing where it may block; `limit_s()` is asked for the Op's timeout. Raises
-        what the function raises."""
+        nothing has begun, as others are outstanding, or nobody drives them. An Op: other ranks have yet to arrive, or
+        do not agree; the memory of `made` is the Op's then. `function(may_block)` is as for `submit_collective`, and
+        returns nothing where it may block; `limit_s()` is asked for the Op's timeout. Raises what `function` does."""
         if not self._hold():
             return False
         began_s = time.monotonic()
@@ -203,8 +206,7 @@ class Engine:
         self, op: Op, start: Callable[[], "MPI.Request"], timeout_s: float | None = None, short: bool = False
     ) -> Op:
         """Post what `start()` begins as `op`, which the caller has made. `short`: as a rule somebody waits for it
-        before it has to be driven, so it begins in this thread where that may be, and no other is woken; it may be done
-        then."""
+        before it has to be driven, so it begins in this thread where that may be; it may be done then."""
         return self._submit(op, lambda: self._progress.post(op, start, timeout_s, looks=short), short=short)
 
     def nonblocking(self, start: Callable[[], "MPI.Request"], buffer: Any, comm: "MPI.Comm") -> Op:
@@ -243,8 +245,8 @@ class Engine:
             while not predicate():
                 if not self.poll():
                     self.on_wait()
-                    self._check(deadline_s)
-                    self._backoff.pause(self._progress.num_awake > 0, self._progress.num_arriving > 0)
+                    self._rests.pause(self._progress, self._has_work, self._check(deadline_s))
+            self._rests.want(0)
             return
         began_s = time.monotonic()
         while not predicate():
@@ -267,9 +269,7 @@ class Engine:
                     self._mpi.give_way()
                     if not self._step():
                         self.on_wait()
-                        self._check(deadline_s)
-                        self._rests.want(DRIVER)
-                        self._rests.rest(self._rests.driver, self._progress, self._has_work)
+                        self._rests.drive_on(self._progress, self._has_work, self._check(deadline_s))
             finally:
                 self._release()
         finally:
@@ -355,17 +355,18 @@ class Engine:
         """The seconds for which a thread may sleep."""
         if self._broken is not None:
             raise self._broken
-        if deadline_s is not None and awake.now_s() > deadline_s:
+        if deadline_s is None:
+            return CHECK_AGAIN_S
+        if (left := deadline_s - awake.now_s()) < 0:
             raise TimeoutError("the deadline passed while waiting for other ranks")
-        return left_s(deadline_s, CHECK_AGAIN_S)
+        return min(CHECK_AGAIN_S, left)
 
     # ---- the communication thread
 
     def start_thread(self) -> None:
         """Start a daemon thread that drives what no thread waits for. It sleeps while nothing is outstanding."""
         if self._thread is None:
-            self._stopping = False
-            Progress.threaded = self._progress
+            self._stopping, Progress.threaded = False, self._progress
             self._thread = background.start("communication", self._serve)
 
     def stop(self, timeout_s: float | None = None) -> None:
@@ -428,9 +429,9 @@ class Engine:
         other has MPI, else that one's, which sets this thread's wakeup when it leaves."""
         if self._commands or self._progress.has_news:
             return True
-        if not self._progress.waits_for_rings:
+        if not self._progress.has_rung:
             return False
-        if self._mpi.is_mine:
+        if self.owns_mpi:
             return self._step() > 0
         if not self._mpi.take(0):
             return False

@@ -21,15 +21,15 @@ from mpitrain.mpi.engine.collective_queue import (
     CollectiveQueue,
     PeersTimedOutError,
     PendingCollective,
-    Task,
-    failing,
     last_tag,
 )
 from mpitrain.mpi.engine.deadlines import Deadlines
 from mpitrain.mpi.engine.doorbell import NodePeers
+from mpitrain.mpi.engine.tasks import drive
 from mpitrain.mpi.failed_ranks import FailedRanks
 from mpitrain.mpi.operation import Op
 
+_EAGER_BYTES = 2048  # what is not longer has gone when it is posted, under every MPI
 _abandoned: list[Any] = []  # requests and buffers that MPI may still write to when their engine is gone
 
 
@@ -122,7 +122,7 @@ class Progress:
             self.complete(op, failure)
             return
         if isinstance(result, Generator):
-            self._drive(op, result)
+            drive(op, result, self.complete)
         else:
             op.result = result
             self.complete(op)
@@ -351,10 +351,8 @@ class Progress:
         op = self._ops[index]
         self._remove(index)
         error = self._read_status(op) if op.kind == "receive" else None
-        if op.peers is not None and op.kind == "receive" and error is None:
-            op.peers.ring(
-                op.source
-            )  # where the message was long, the sender learns only now that it has gone
+        if op.peers is not None and op.kind == "receive" and op.status_bytes > _EAGER_BYTES and error is None:
+            op.peers.ring(op.source)  # which learns only now that the message has gone
         self.complete(op, error)
         return True
 
@@ -414,39 +412,7 @@ class Progress:
                 self._abandon(collective.arrival, error)
             self.complete(collective.op, collective.failure or error)
 
-    # ---- tasks and collectives
-
-    def _drive(self, op: Op, task: Task) -> None:
-        """Run a task up to its next wait; what it waits for brings it back here."""
-        error: BaseException | None = None
-        while not op.done:
-            try:
-                waited = list(task.send(None) if error is None else task.throw(error))
-            except StopIteration as end:
-                op.result = end.value
-                self.complete(op)
-                return
-            except Exception as failure:
-                self.complete(op, failure)
-                return
-            missing = [other for other in waited if not other.done]
-            if missing:
-                self._resume_after(missing, op, task, waited)
-                return
-            error = next((other.error for other in waited if other.error is not None), None)
-
-    def _resume_after(self, missing: list[Op], op: Op, task: Task, waited: list[Op]) -> None:
-        left = len(missing)
-
-        def one_done(_: Op) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                error = next((other.error for other in waited if other.error is not None), None)
-                self._drive(op, task if error is None else failing(task, error))
-
-        for other in missing:
-            other.then(one_done)
+    # ---- collectives
 
     @property
     def waits_for_board(self) -> bool:
@@ -457,6 +423,11 @@ class Progress:
     def waits_for_rings(self) -> bool:
         """Whether the ranks of this node ring for all that is outstanding, messages among it."""
         return bool(self._ops) and not self._num_unrung and self._are_on_boards
+
+    @property
+    def has_rung(self) -> bool:
+        """Whether a message is outstanding for which a rank of this node rings."""
+        return len(self._ops) > self._num_unrung
 
     @property
     def _are_on_boards(self) -> bool:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from mpitrain.mpi.engine.backoff import SHORT_SLEEP_S, Backoff, yield_core
+from mpitrain.mpi.engine.backoff import LONG_SLEEP_S, SHORT_SLEEP_S, Backoff, yield_core
 from mpitrain.mpi.engine.doorbell import DRIVER, THREAD, Doorbell
 from mpitrain.mpi.engine.requests import Progress
 from mpitrain.mpi.engine.wakeup import NAP_S, NappingWakeup, Wakeup
@@ -52,18 +52,20 @@ class Sleepers:
 
 class Rests:
     """`thread` is what wakes the communication thread, `driver` the waiting thread that drives. `bell` is where ranks
-    of this node ring this process, if they do."""
+    of this node ring this process, if they do; `has_boards`: for their arrival at collectives, too."""
 
     def __init__(self, backoff: Backoff):
         self._backoff = backoff
         self.thread, self.driver = NappingWakeup(), Wakeup(DRIVER)
         self.bell: Doorbell | None = None
-        self._shares_cores = self._is_parked = False
+        self.has_boards = self._shares_cores = self._is_parked = False
+        self._most_s = BELL_S
 
-    def use(self, bell: Doorbell, shares_cores: bool) -> None:
-        """From here on threads sleep on it. `shares_cores`: who spins keeps other ranks from arriving."""
+    def use(self, bell: Doorbell, shares_cores: bool, may_die: bool) -> None:
+        """From here on threads sleep on it. `shares_cores`: who spins keeps other ranks from arriving; `may_die`: a
+        poll has to notice that one is dead, which rings no more."""
         self.bell = self.thread.bell = self.driver.bell = bell
-        self._shares_cores = shares_cores
+        self._shares_cores, self._most_s = shares_cores, LONG_SLEEP_S if may_die else BELL_S
 
     def traffic(self) -> None:
         """Note that an operation was posted."""
@@ -71,7 +73,7 @@ class Rests:
 
     def may_spin(self) -> bool:
         """Whether other ranks are given a moment before a thread sleeps."""
-        if self.bell is None:
+        if not self.has_boards:
             return self._backoff.spin()
         return not self._shares_cores and self._backoff.quiet_s() < _SPIN_S
 
@@ -108,9 +110,27 @@ class Rests:
         self._is_parked = False
         return parks
 
-    def rest(self, wakeup: Wakeup, progress: Progress, has_work: Callable[[], bool]) -> None:
-        """Sleep for as long as the backoff policy allows, or peers ring; `wakeup` ends the sleep, and there is none
-        where this thread `has_work()`, which is asked after peers can see that it waits."""
+    def drive_on(self, progress: Progress, has_work: Callable[[], bool], most_s: float) -> None:
+        """`rest`, in a waiting thread that drives MPI."""
+        self.want(DRIVER)
+        self.rest(self.driver, progress, has_work, most_s)
+
+    def pause(self, progress: Progress, has_work: Callable[[], bool], most_s: float) -> None:
+        """`drive_on`, where no communication thread drives what this one leaves."""
+        if self.bell is None or not len(progress):
+            self._backoff.pause(progress.num_awake > 0, progress.num_arriving > 0)
+        else:
+            self.drive_on(progress, has_work, most_s)
+
+    def rest(
+        self,
+        wakeup: Wakeup,
+        progress: Progress,
+        has_work: Callable[[], bool],
+        most_s: float = CHECK_AGAIN_S,
+    ) -> None:
+        """Sleep for as long as the backoff policy allows, or peers ring, for `most_s` at most; `wakeup` ends the sleep,
+        and there is none where this thread `has_work()`, which is asked after peers can see that it waits."""
         sleep_s: float | None = None
         if self.bell is not None and progress.waits_for_board:
             sleep_s = None if progress.is_idle else BELL_S
@@ -122,10 +142,10 @@ class Rests:
             if not self._backoff.spin():
                 yield_core()
         elif self.bell is not None:
-            if wakeup.wait_for_ring(sleep_s or CHECK_AGAIN_S, has_work):
+            if wakeup.wait_for_ring(min(sleep_s or CHECK_AGAIN_S, most_s), has_work):
                 self._backoff.traffic()
         else:
-            wakeup.wait(sleep_s if wakeup is self.thread else sleep_s or CHECK_AGAIN_S)
+            wakeup.wait(sleep_s if wakeup is self.thread else min(sleep_s or CHECK_AGAIN_S, most_s))
 
     def _until_rung_s(self, moves: bool) -> float:
         """How long one sleeps at most until peers ring for a message; 0.0 means only to yield. `moves`: one may be
@@ -133,4 +153,4 @@ class Rests:
         quiet_s = self._backoff.quiet_s()
         if not self._shares_cores and (moves or quiet_s < _SPIN_S):
             return 0.0
-        return SHORT_SLEEP_S if moves else min(BELL_S, max(SHORT_SLEEP_S, quiet_s / 2))
+        return SHORT_SLEEP_S if moves else min(self._most_s, max(SHORT_SLEEP_S, quiet_s / 2))

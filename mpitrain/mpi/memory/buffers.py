@@ -97,6 +97,13 @@ def bytes_of_plain(tensor: torch.Tensor) -> "MPI.buffer":
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
 
+def message_of_plain(tensor: torch.Tensor) -> Message:
+    """The mpi4py message for the bytes of a plain tensor."""
+    message = Message([bytes_of_plain(tensor), tensor.nbytes, MPI.BYTE])
+    message.owner = tensor
+    return message
+
+
 def of_plain(tensor: torch.Tensor) -> list[Any]:
     """`as_buffer` for a blocking reduction of a plain tensor, which the caller keeps alive."""
     return [bytes_of_plain(tensor), tensor.numel(), _wire_type(tensor.dtype, True)[1]]

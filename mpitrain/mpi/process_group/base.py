@@ -7,6 +7,7 @@ messages, `_comm` the collectives and the bodies of messages. The constructor is
 
 import contextlib
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -59,7 +60,8 @@ class GroupBase(dist.ProcessGroup):
         super().__init__(ranks.index(runtime.rank), len(ranks))  # type: ignore[call-arg]
         self._runtime, self._timeout = runtime, timeout
         self._engine = runtime.engine
-        self._num_bodies = 0
+        self._bodies = itertools.count()  # of long messages
+        self._heads: list[bytearray] = []  # of messages that have been taken in: for those to come
         self._consist_of(ranks)
         self._has_left = False
         self._failure: BaseException | None = None  # after which this group carries nothing more
@@ -158,9 +160,7 @@ class GroupBase(dist.ProcessGroup):
         made = on_board.make(self._runtime, self._comm, self._ranks)
         if made is not None:
             board, peers, carries_any = made
-            queue = self._engine.boards.use(
-                self._control_comm, self._comm, board, peers, self._runtime.shares_cores
-            )
+            queue = self._engine.boards.use(self._control_comm, self._comm, board, peers)
             self._board = on_board.TensorBoard(board, queue, self._rank, self._size, carries_any)
 
     def leave(self) -> Op | None:

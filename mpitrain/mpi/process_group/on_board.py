@@ -17,10 +17,9 @@ import torch
 
 from mpitrain.mpi import json_collectives
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.engine import doorbell
-from mpitrain.mpi.engine.board import MAX_RANKS, Board, num_bytes
+from mpitrain.mpi.engine.board import Board, num_bytes
 from mpitrain.mpi.engine.collective_queue import CollectiveQueue
-from mpitrain.mpi.engine.doorbell import NodePeers
+from mpitrain.mpi.engine.doorbell import NodePeers, Place, SharedMemory
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.memory.device_aware import is_forced
 from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
@@ -152,30 +151,22 @@ class Made(NamedTuple):
 
 def make(runtime: Runtime, comm: MPI.Intracomm, ranks: list[int]) -> Made | None:
     """Collective over the members, in the thread that owns MPI: the board of a new group, which all can use or none."""
-    size, rank = comm.size, comm.rank
+    size, rank, neighbours = comm.size, comm.rank, runtime.neighbours
     one_node = len({runtime.nodes[member] for member in ranks}) == 1
-    if not one_node or not 1 < size <= MAX_RANKS or runtime.fault_tolerance != "none":
+    if neighbours is None or not one_node or size == 1 or runtime.fault_tolerance != "none":
         return None
     slot_bytes = min(_SLOT_BYTES, _MOST_BYTES // size & -4096)
     length = num_bytes(size, slot_bytes)
-    bell = memory = None
-    if not doorbell.why_not(runtime.fault_tolerance):  # which a rank alone may be told
-        with contextlib.suppress(OSError):
-            own, memory = runtime.bell(), doorbell.SharedMemory.made(length) if rank == 0 else None
-            bell = own
-    every = json_collectives.allgather(
-        comm, bell and [bell.memory.place, memory and memory.place, is_forced()]
-    )
+    memory = None
+    with contextlib.suppress(OSError):
+        memory = SharedMemory.made(length) if rank == 0 else None
+    every = json_collectives.allgather(comm, [memory and memory.place, is_forced()])
     made = None
     with contextlib.suppress(OSError):
-        if bell is not None and all(every):
-            places = [doorbell.Place(*each[0]) for each in every]
-            others = [*range(rank), *range(rank + 1, size)]
-            peers = doorbell.peers_at([places[other] for other in others], runtime.met)
-            shared = memory or doorbell.SharedMemory.at(doorbell.Place(*every[0][1]), length)
-            board = Board(shared, rank, size, slot_bytes, bell, peers)
-            carries_any = not any(each[2] for each in every)
-            made = Made(board, NodePeers(bell, dict(zip(others, peers, strict=True))), carries_any)
+        if place := every[0][0]:
+            shared, peers = memory or SharedMemory.at(Place(*place), length), neighbours.among(ranks)
+            board = Board(shared, rank, size, slot_bytes, peers.bell, peers.words())
+            made = Made(board, peers, not any(forced for _, forced in every))
     usable = all(json_collectives.allgather(comm, made is not None))
     if memory is not None:
         memory.close()

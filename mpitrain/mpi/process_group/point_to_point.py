@@ -1,9 +1,9 @@
 """Messages between two ranks of the process group, and its barriers.
 
-Invariants: a receiver knows what it will get before its memory is touched. A message is a head of fixed length,
-with dtype, length and the first bytes, and, if it is longer, a body that the receiver asks for only when the head
-fits: Open MPI 5.0.11 crashes when a long message is longer than its receive. What does not fit is received aside and
-is an error where it is received.
+Invariants: a receiver knows what it will get before its memory is touched. A message is a head, with dtype and length,
+that holds all of a short message; of a longer one a body follows, which the receiver asks for only when the head fits:
+Open MPI 5.0.11 crashes when a long message is longer than its receive. What does not fit is received aside and is an
+error where it is received.
 """
 
 import functools
@@ -47,8 +47,8 @@ class PointToPoint(GroupBase):
         """Send one tensor to rank `dst` of this group."""
         (tensor,) = as_list(tensors)
         _check_tag(tag)
-        if self._is_short(tensor):
-            return self._send_short(tensor, dst, tag)
+        if self._goes_plainly(tensor):
+            return self._send_plain(tensor, dst, tag)
         event = buffers.record_event(tensor)
 
         def carry() -> Task:
@@ -58,39 +58,67 @@ class PointToPoint(GroupBase):
                 if tensor.numel()
                 else torch.empty(0, dtype=torch.uint8)
             )
-            number, self._num_bodies = self._num_bodies, (self._num_bodies + 1) % _BODY_TAG
-            head = bytearray(_HEAD.size + min(raw.numel(), _INLINE_BYTES))
-            _HEAD.pack_into(head, 0, _digest_of(tensor.dtype), tensor.numel(), raw.numel(), number)
-            memoryview(head)[_HEAD.size :] = raw[:_INLINE_BYTES].numpy().data
-            limit_s = self._timeout_s()
-            ops = [self._engine.isend(head, dst, tag, self._control_comm, timeout_s=limit_s)]
-            if raw.numel() > _INLINE_BYTES:
-                for piece in buffers.pieces(raw[_INLINE_BYTES:]):
-                    message = buffers.message_of(piece)
-                    ops.append(
-                        self._engine.isend(message, dst, _BODY_TAG + number, self._comm, timeout_s=limit_s)
-                    )
-            yield ops
+            number, limit_s = self._next_body(), self._timeout_s()
+            head = _HEAD.pack(_digest_of(tensor.dtype), tensor.numel(), raw.numel(), number)
+            if raw.numel() <= _INLINE_BYTES:
+                yield [
+                    self._engine.isend(head + raw.numpy().tobytes(), dst, tag, self._control_comm, limit_s)
+                ]
+            else:
+                bodies = [buffers.message_of(piece) for piece in buffers.pieces(raw)]
+                yield [
+                    self._engine.isend(head, dst, tag, self._control_comm, limit_s),
+                    *[
+                        self._engine.isend(one, dst, _BODY_TAG + number, self._comm, limit_s)
+                        for one in bodies
+                    ],
+                ]
             held.finish()
 
         return self._transfer(f"send to {dst}", tensor, carry)
 
-    def _is_short(self, tensor: torch.Tensor) -> bool:
-        """Whether a message is all head, and nobody looks at single transfers."""
-        return buffers.is_plain(tensor) and tensor.nbytes <= _INLINE_BYTES and self._may_run_at_once()
+    def _next_body(self) -> int:
+        """A number that no other body under way to the same rank has."""
+        return next(self._bodies) % _BODY_TAG
 
-    def _send_short(self, tensor: torch.Tensor, dst: int, tag: int) -> MpiWork:
-        """`send` without the machinery, which costs more than a short message itself."""
-        head = _HEAD.pack(_digest_of(tensor.dtype), tensor.numel(), tensor.nbytes, 0)
-        message = head + buffers.bytes_of_plain(tensor).tobytes()
-        op, comm = Op("send", message, dst, tag), self._control_comm
-        op.comm = comm
-        self._engine.post(op, lambda: comm.Isend(message, dst, tag), self._timeout_s(), short=True)
+    def _goes_plainly(self, tensor: torch.Tensor) -> bool:
+        """Whether MPI can read and write a tensor in one piece as it is, and nobody looks at single transfers."""
+        return buffers.is_plain(tensor) and tensor.nbytes <= buffers.MAX_COUNT and self._may_run_at_once()
+
+    def _send_plain(self, tensor: torch.Tensor, dst: int, tag: int) -> MpiWork:
+        """`send` without the machinery, which costs more than most messages themselves."""
+        num_bytes, number = tensor.nbytes, 0
+        if is_short := num_bytes <= _INLINE_BYTES:
+            head = _HEAD.pack(_digest_of(tensor.dtype), tensor.numel(), num_bytes, number)
+            op = self._post_send(
+                head + buffers.bytes_of_plain(tensor).tobytes(), dst, tag, self._control_comm
+            )
+        else:
+            number = self._next_body()
+            head = _HEAD.pack(_digest_of(tensor.dtype), tensor.numel(), num_bytes, number)
+            before = self._post_send(head, dst, tag, self._control_comm)
+            body = buffers.message_of_plain(tensor)
+            op = self._post_send(body, dst, tag, self._comm, _BODY_TAG + number)
         if op.done and op.error is None:
             return self._remember(self._done_work)
         work = self._transfer_work(f"send to {dst}", tensor)
-        op.then(work.settle)
+
+        def settle(first: Op) -> None:
+            if first.error is None and first is not op:
+                op.then(work.settle)
+            else:
+                work.settle(first)
+
+        (op if is_short else before).then(settle)
         return self._remember(work)
+
+    def _post_send(
+        self, message: Any, dst: int, tag: int, comm: "MPI.Comm", sent_tag: int | None = None
+    ) -> Op:
+        """`sent_tag`: where the message does not travel under the caller's."""
+        op, on_wire = Op("send", message, dst, tag), tag if sent_tag is None else sent_tag
+        op.comm = comm
+        return self._engine.post(op, lambda: comm.Isend(message, dst, on_wire), self._timeout_s(), short=True)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> MpiWork:
         """Receive one tensor from rank `src` of this group; MismatchError if another dtype or length comes."""
@@ -109,8 +137,8 @@ class PointToPoint(GroupBase):
     def _recv(self, tensors: Any, source: int, tag: int, what: str) -> MpiWork:
         (tensor,) = as_list(tensors)
         _check_tag(tag)
-        if self._is_short(tensor):
-            return self._receive_short(tensor, source, tag, what)
+        if self._goes_plainly(tensor):
+            return self._receive_plain(tensor, source, tag, what)
         check_writable(what, tensor)
         event = buffers.record_event(tensor)
 
@@ -121,26 +149,35 @@ class PointToPoint(GroupBase):
 
         return self._transfer(what, tensor, carry)
 
-    def _receive_short(self, tensor: torch.Tensor, source: int, tag: int, what: str) -> MpiWork:
-        """`_recv` without the machinery, where what fits the tensor is a short message."""
+    def _receive_plain(self, tensor: torch.Tensor, source: int, tag: int, what: str) -> MpiWork:
+        """`_recv` without the machinery."""
         work = self._transfer_work(what, tensor)
 
         def arrived(op: Op) -> None:
-            if op.error is None and _fits(op.buffer, tensor):
-                size = tensor.nbytes
-                buffers.bytes_of_plain(tensor)[:] = memoryview(op.buffer)[_HEAD.size : _HEAD.size + size]
-                work.source = op.source
-            elif op.error is None:  # an error to come
+            if op.error is not None:
+                work.settle(op)
+                return
+            work.source, size = op.source, tensor.nbytes
+            if not _fits(op.buffer, tensor):  # an error to come
                 rest = self._engine.call(lambda: in_inference_mode(self._take_in(op, tensor, None)))
                 rest.then(work.settle)
-                return
-            work.settle(op)
+            elif size > _INLINE_BYTES:
+                number = _HEAD.unpack_from(op.buffer)[3]
+                self._heads.append(op.buffer)
+                self._receive_body(buffers.message_of_plain(tensor), op.source, number).then(work.settle)
+            else:
+                buffers.bytes_of_plain(tensor)[:] = memoryview(op.buffer)[_HEAD.size : _HEAD.size + size]
+                self._heads.append(op.buffer)
+                work.settle(op)
 
         self._receive_head(source, tag, what, short=True).then(arrived)
         return self._remember(work)
 
     def _receive_head(self, source: int, tag: int, what: str, short: bool = False) -> Op:
-        head = bytearray(_HEAD.size + _INLINE_BYTES)
+        try:
+            head = self._heads.pop()
+        except IndexError:
+            head = bytearray(_HEAD.size + _INLINE_BYTES)
         op = Op("receive", head, source, tag, passive=True)
         op.what = what
         op.comm = comm = self._control_comm
@@ -166,17 +203,20 @@ class PointToPoint(GroupBase):
     def _receive_rest(
         self, head: bytearray, memory: torch.Tensor, num_bytes: int, source: int, number: int
     ) -> list[Op]:
-        """Unpack the head's first bytes into memory and post the receives of the body."""
+        """Take a short message out of its head into memory, or post the receives of the body."""
         if not num_bytes:
             return []
         raw = memory.view(-1).view(torch.uint8)
-        raw[:_INLINE_BYTES] = torch.frombuffer(head, dtype=torch.uint8)[_HEAD.size :][:num_bytes]
-        return [
-            self._engine.irecv(
-                buffers.message_of(piece), source, _BODY_TAG + number, self._comm, timeout_s=self._timeout_s()
-            )
-            for piece in (buffers.pieces(raw[_INLINE_BYTES:]) if num_bytes > _INLINE_BYTES else ())
-        ]
+        if num_bytes <= _INLINE_BYTES:
+            raw[:] = torch.frombuffer(head, dtype=torch.uint8)[_HEAD.size :][:num_bytes]
+            return []
+        bodies = [buffers.message_of(piece) for piece in buffers.pieces(raw)]
+        return [self._receive_body(body, source, number) for body in bodies]
+
+    def _receive_body(self, message: Any, source: int, number: int) -> Op:
+        return self._engine.irecv(
+            message, source, _BODY_TAG + number, self._comm, timeout_s=self._timeout_s()
+        )
 
     def _transfer_work(self, what: str, tensor: torch.Tensor, span: object = None) -> MpiWork:
         return MpiWork(self._engine, what, [tensor], self._timeout, span, self._fail_transfer)

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import sys
 import threading
 import weakref
@@ -39,11 +40,14 @@ def pattern(size, *key):
 
 
 def both_ways(case):
-    """Run a case inline, then with the thread; each with an engine of its own."""
+    """Run a case inline, then with the thread, where ranks ring each other and where they do not; each with an engine
+    of its own."""
 
     def run(rt):
-        for threaded in (False, True):
+        for threaded, rings in itertools.product((False, True), (False, rt.neighbours is not None)):
             engine = Engine(rt.comm)
+            if rings:
+                engine.use_bell(rt.neighbours, rt.shares_cores)
             if threaded:
                 engine.start_thread()
             rt.step = int(threaded)
@@ -66,6 +70,33 @@ def case_ring_of_all_sizes(rt, engine):
     for op, size in zip(receives, SIZES):
         assert op.done and op.error is None and op.status_bytes == size and op.source == before
         assert np.array_equal(inbox[size], pattern(size, before)), size
+
+
+@both_ways
+def case_who_posts_a_message_rings_a_rank_that_waits_for_it(rt, engine):
+    """Named or not, and only one that waits; a deadline ends the wait where nobody rings."""
+    if not engine._rests.bell or rt.rank > 1:
+        return
+    bell, (other,) = rt.neighbours.bell, rt.neighbours.among([1 - rt.rank]).words()
+    num_rings, data = 0, bytearray(1000)
+    for turn in range(30):
+        rung = bell.num_rung
+        if rt.rank == 0:
+            while not other.words[48]:
+                pass
+            engine.wait(engine.isend(data, 1, turn), timeout_s=DEADLINE_S)
+            num_rings += bell.num_rung > rung
+            engine.wait(engine.irecv(data, 1, turn), timeout_s=DEADLINE_S)
+        else:
+            source = MPI.ANY_SOURCE if turn % 2 else 0
+            engine.wait(engine.irecv(data, source, turn, passive=True), timeout_s=DEADLINE_S)
+            assert not bell.wanted or engine._thread, "peers ring in vain"
+            engine.wait(engine.isend(data, 0, turn), timeout_s=DEADLINE_S)
+    assert rt.rank or num_rings > 15, num_rings
+    if rt.rank == 1:
+        op = engine.irecv(data, 0, 99, passive=True)
+        raises(TimeoutError, "receive from rank 0, tag 99", lambda: engine.wait(op, timeout_s=0.05))
+        engine.cancel(op)
 
 
 def case_another_thread_may_ask_while_groups_come_and_go(rt):
