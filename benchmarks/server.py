@@ -1,6 +1,7 @@
 """How long does one push and pull through parameter servers take, and what does a server carry a second?
 
     mpitrain launch -n 7 benchmarks/server.py [--megabytes 0.0655 1 4 25 64] [--servers 1 2] [--rounds 30]
+        [--compute-ms 0 1 20 60]
 
 Rank 0 is one worker to each of three kinds of server, which have S ranks each and split the vector evenly:
 
@@ -13,11 +14,14 @@ Rank 0 is one worker to each of three kinds of server, which have S ranks each a
 
 They take turns in blocks, for every size and number of servers; whoever is not at turn sleeps. The gradient is
 in place before the clock starts, and the new parameters are where the worker can use them when it stops. What a
-server carries is 2 * bytes / time of one worker that never pauses, gradients in and parameters out.
+server carries is 2 * bytes / time of one worker that never pauses, gradients in and parameters out. With
+`--compute-ms` the worker multiplies matrices for so long before each push, off the clock: its caches hold those then,
+and servers have had time to fall asleep.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import statistics
@@ -47,9 +51,16 @@ MEASUREMENT = Measurement(
     contestants=("bare mpi4py", "torch RPC"),
     bound="the same bytes there and back without an update",
     depends=TRAINING,
-    keys=("megabytes", "servers=1"),
+    keys=("megabytes", "servers=1", "compute_ms=0.0"),
     figures=("ours_to_bare", "rpc_to_ours"),
-    commands=(Command("mpitrain launch -n 7 benchmarks/server.py", minutes=8),),
+    commands=(
+        Command("mpitrain launch -n 7 benchmarks/server.py", minutes=8, covers={"compute_ms": 0.0}),
+        Command(
+            "mpitrain launch -n 4 benchmarks/server.py --megabytes 0.0655 --compute-ms 1 20 60",
+            minutes=3,
+            covers={"compute_ms": (1.0, 20.0, 60.0)},
+        ),
+    ),
 )
 
 RATE, MOMENTUM = 0.01, 0.9
@@ -232,15 +243,24 @@ def join_rpc(members):
     )
 
 
-def block_of(megabytes):
+def block_of(megabytes, compute_ms):
     """Steps of a turn: more of the short ones."""
-    return max(5, min(50, round(50 / megabytes)))
+    return max(5, min(50, round(50 / megabytes), round(50 / max(compute_ms, 1))))
 
 
-def timed(step, count):
+def compute(milliseconds):
+    """Multiply matrices for so long."""
+    end_s, matrix = time.perf_counter() + milliseconds / 1e3, torch.ones(200, 200)
+    while time.perf_counter() < end_s:
+        matrix @ matrix
+
+
+def timed(step, count, compute_ms):
     """Median seconds of `count` steps."""
     seconds = []
     for _ in range(count):
+        if compute_ms:
+            compute(compute_ms)
         began_s = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - began_s)
@@ -262,18 +282,18 @@ def idle_share(pid, seconds):
     return (cpu_s(pid) - before_s) / seconds
 
 
-def compare(megabytes, ranks, num_rounds):
+def compare(megabytes, ranks, num_rounds, compute_ms):
     """One size on one number of servers: paired seconds by way. Leaves our servers up, see `Ours.leave`."""
-    numel, block = int(megabytes * 1e6 / 4), block_of(megabytes)
+    numel, block = int(megabytes * 1e6 / 4), block_of(megabytes, compute_ms)
     ours, bare, remote = Ours(numel, ranks[0]), Bare(numel, ranks[1]), Remote(numel, ranks[2])
     seconds = {way: [] for way in WAYS}
     for _ in range(num_rounds + max(1, num_rounds // 10)):
-        seconds["ours"].append(timed(ours.step, block))
+        seconds["ours"].append(timed(ours.step, block, compute_ms))
         bare.begin(UPDATE, block)
-        seconds["bare mpi4py"].append(timed(bare.step, block))
-        seconds["torch RPC"].append(timed(remote.step, block))
+        seconds["bare mpi4py"].append(timed(bare.step, block, compute_ms))
+        seconds["torch RPC"].append(timed(remote.step, block, compute_ms))
         bare.begin(COPY, block)
-        seconds["bytes only"].append(timed(bare.step, block))
+        seconds["bytes only"].append(timed(bare.step, block, compute_ms))
     check_alike(ours, bare, remote)
     bare.leave()
     remote.leave()
@@ -294,30 +314,29 @@ def drive(options, ranks, pids):
         f"{options.rounds} rounds",
         flush=True,
     )
-    times = [("MB", "servers", *(f"{way} ms" for way in WAYS), "ours MB/s")]
-    against = [("MB", "servers", "ours / bare", "95 %", "RPC / ours", "95 %")]
+    times = [("MB", "servers", "computes ms", *(f"{way} ms" for way in WAYS), "ours MB/s")]
+    against = [("MB", "servers", "computes ms", "ours / bare", "95 %", "RPC / ours", "95 %")]
     idle = None
-    for megabytes in options.megabytes:
-        for num_servers in options.servers:
-            ours, seconds = compare(megabytes, [group[:num_servers] for group in ranks], options.rounds)
-            if idle is None and options.idle_s:
-                idle = idle_share(pids[ranks[0][0]], options.idle_s)
-            ours.leave()
-            medians = {way: statistics.median(values) for way, values in seconds.items()}
-            carried = {way: 2 * megabytes / medians[way] for way in WAYS}
-            to_bare = median_ratio(seconds["ours"], seconds["bare mpi4py"])
-            gain = median_ratio(seconds["torch RPC"], seconds["ours"])
-            cell = f"{megabytes:g}", str(num_servers)
-            times.append((*cell, *(f"{medians[way] * 1e3:.2f}" for way in WAYS), f"{carried['ours']:.0f}"))
-            ratios = [(f"{one[0]:.2f}", f"{one[1]:.2f} - {one[2]:.2f}") for one in (to_bare, gain)]
-            against.append((*cell, *ratios[0], *ratios[1]))
-            row = {
-                "megabytes": megabytes, "servers": num_servers, "rounds": options.rounds,
-                "block": block_of(megabytes), "median_ms": {way: medians[way] * 1e3 for way in WAYS},
-                "megabytes_per_second": carried, "ours_to_bare": to_bare, "rpc_to_ours": gain,
-                "idle_core": idle,
-            }  # fmt: skip
-            write_row("server", row)
+    for megabytes, num_servers, compute_ms in cells_of(options):
+        served = [group[:num_servers] for group in ranks]
+        ours, seconds = compare(megabytes, served, options.rounds, compute_ms)
+        if idle is None and options.idle_s:
+            idle = idle_share(pids[ranks[0][0]], options.idle_s)
+        ours.leave()
+        medians = {way: statistics.median(values) for way, values in seconds.items()}
+        carried = {way: 2 * megabytes / medians[way] for way in WAYS}
+        to_bare = median_ratio(seconds["ours"], seconds["bare mpi4py"])
+        gain = median_ratio(seconds["torch RPC"], seconds["ours"])
+        cell = f"{megabytes:g}", str(num_servers), f"{compute_ms:g}"
+        times.append((*cell, *(f"{medians[way] * 1e3:.2f}" for way in WAYS), f"{carried['ours']:.0f}"))
+        ratios = [(f"{one[0]:.2f}", f"{one[1]:.2f} - {one[2]:.2f}") for one in (to_bare, gain)]
+        against.append((*cell, *ratios[0], *ratios[1]))
+        row = {
+            "megabytes": megabytes, "servers": num_servers, "compute_ms": compute_ms, "rounds": options.rounds,
+            "block": block_of(megabytes, compute_ms), "median_ms": {way: medians[way] * 1e3 for way in WAYS},
+            "megabytes_per_second": carried, "ours_to_bare": to_bare, "rpc_to_ours": gain, "idle_core": idle,
+        }  # fmt: skip
+        write_row("server", row)
     print(table(times))
     print()
     print(table(against))
@@ -331,6 +350,7 @@ def main():
     parser.add_argument(
         "--servers", type=int, nargs="+", help="default: 1 and up, as many as there are ranks for"
     )
+    parser.add_argument("--compute-ms", type=float, nargs="+", default=[0.0], help="before each push")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--idle-s", type=float, default=5, help="how long to look at the idle server, 0: not")
     options = parser.parse_args()
@@ -355,15 +375,19 @@ def main():
 
 def serve_cells(options, shard, serve):
     """A server rank's side of `drive`."""
-    for megabytes in options.megabytes:
-        for num_servers in options.servers:
-            numel = int(megabytes * 1e6 / 4)
-            if shard >= num_servers:
-                continue
-            if serve is serve_ours:
-                serve_ours(numel, num_servers, shard)
-            else:
-                serve_bare(parts(numel, num_servers)[shard])
+    for megabytes, num_servers, _ in cells_of(options):
+        numel = int(megabytes * 1e6 / 4)
+        if shard >= num_servers:
+            continue
+        if serve is serve_ours:
+            serve_ours(numel, num_servers, shard)
+        else:
+            serve_bare(parts(numel, num_servers)[shard])
+
+
+def cells_of(options):
+    """(megabytes, servers, milliseconds of computing) of each, in order."""
+    return itertools.product(options.megabytes, options.servers, options.compute_ms)
 
 
 def _free_port():

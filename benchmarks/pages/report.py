@@ -74,8 +74,9 @@ def guard_cost() -> str:
 
 def server() -> str:
     ways = ("ours", "bare mpi4py", "torch RPC")
-    found = dict(sorted(newest("server", "megabytes", "servers").items()))
+    found = dict(sorted(newest("server", "compute_ms", "megabytes", "servers").items()))
     head = (
+        "computes, ms",
         "MB",
         "servers",
         "ours, ms",
@@ -85,9 +86,9 @@ def server() -> str:
         "RPC / ours (95 %)",
     )
     body = [
-        (f"{megabytes:g}", str(servers), *(f"{row['median_ms'][way]:.2f}" for way in ways),
+        (f"{compute_ms:g}", f"{megabytes:g}", str(servers), *(f"{row['median_ms'][way]:.2f}" for way in ways),
          spread(row["ours_to_bare"]), spread(row["rpc_to_ours"]))
-        for (megabytes, servers), row in found.items()
+        for (compute_ms, megabytes, servers), row in found.items()
     ]  # fmt: skip
     idle = [f"{row['idle_core']:.1%}" for row in found.values() if row.get("idle_core")]
     told = f"An idle server took {idle[-1]} of a core.\n\n" if idle else ""

@@ -71,9 +71,18 @@ class Op:
 
 def message_of(buffer: Any) -> Any:
     """What mpi4py gets: tensors go through `as_buffer`, everything else is a message already."""
+    if isinstance(buffer, list | bytearray | bytes):
+        return buffer
     torch = sys.modules.get("torch")  # no torch in this process, no tensor
     if torch is None or not isinstance(buffer, torch.Tensor):
         return buffer
     from mpitrain.mpi.memory.buffers import as_buffer
 
     return as_buffer(buffer)
+
+
+def message_of_wire(wire_buffer: Any) -> Any:
+    """That for all bytes of a wire buffer, made once."""
+    if wire_buffer.message is None:
+        wire_buffer.message = message_of(wire_buffer.raw)
+    return wire_buffer.message

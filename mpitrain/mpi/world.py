@@ -52,10 +52,11 @@ from mpitrain.mpi.message_header import (
     encode,
     unpack_entries,
 )
-from mpitrain.mpi.operation import Op
+from mpitrain.mpi.operation import Op, message_of_wire
 from mpitrain.system.launched.ranks import Ends
 
 HEADER_TAG, PAYLOAD_TAG = 11, 12
+_NOTHING = contextlib.nullcontext()
 
 
 class _Peer:
@@ -150,7 +151,7 @@ class MpiWorld:
     def advance(self, role: Role, answer: object) -> Compute | None:
         """Run `role` up to its next `Compute`, which the caller carries out; None at its end."""
         # A program with a process group of its own has another thread drive MPI.
-        with self.engine.exclusive():
+        with _NOTHING if self.engine.owns_mpi else self.engine.exclusive():
             if not self._started:
                 self.start()
             while True:
@@ -260,17 +261,17 @@ class MpiWorld:
 
     def _send_payload(self, peer: _Peer, outgoing: OutgoingPayload) -> None:
         payload: Any = outgoing.payload
-        raw = payload.raw
+        message = message_of_wire(payload)
         if self._tear_next:
-            raw = raw.clone()  # others may hold the payload
-            raw[:8].zero_().sub_(1)
+            message = payload.raw.clone()  # others may hold the payload
+            message[:8].zero_().sub_(1)
             self._tear_next = False
 
         def sent() -> None:
             for _ in range(outgoing.num_holders):
                 payload.release()
 
-        self._isend(raw, peer.rank, PAYLOAD_TAG, sent)
+        self._isend(message, peer.rank, PAYLOAD_TAG, sent)
 
     def _isend(self, buffer: Any, rank: int, tag: int, sent: Callable[[], None] = lambda: None) -> Op:
         peer = self._peers[rank]
@@ -403,7 +404,7 @@ class MpiWorld:
                 )
             return message_of(wire_buffer)
 
-        self.engine.irecv(wire_buffer.raw, peer.rank, PAYLOAD_TAG).then(
+        self.engine.irecv(message_of_wire(wire_buffer), peer.rank, PAYLOAD_TAG).then(
             lambda op: self._checked(peer, op, num_bytes, unpack)
         )
 

@@ -13,6 +13,7 @@ from mpitrain.errors import UsageError
 from mpitrain.mpi.engine import doorbell
 from mpitrain.mpi.engine.board import GAVE_UP, Board, num_bytes
 from mpitrain.mpi.engine.doorbell import THREAD, Doorbell, SharedMemory
+from mpitrain.mpi.engine.resting import Spins
 from mpitrain.mpi.engine.wakeup import Wakeup
 from mpitrain.system.launched.launch_variables import are_shared
 
@@ -171,3 +172,25 @@ def test_ranks_share_cores_where_they_are_more_than_they_may_run_on():
     assert are_shared([hex(3), hex(3), hex(3)]) and not are_shared([hex(3), hex(3)])
     assert are_shared([hex(1), hex(1)]), "bound to the same one"
     assert not are_shared([hex((1 << os.cpu_count()) - 1)])
+
+
+def waits(spins, ends_s):
+    """Which of some waits, that end after so many seconds of quiet, have begun with a spin; each looks in turn at 10
+    us, 100 us, 0.4 ms and a second."""
+    spun = []
+    for end_s in ends_s:
+        looks = [spins.may_spin(quiet_s) for quiet_s in (1e-5, 1e-4, 4e-4, 1.0) if quiet_s < end_s]
+        assert not any(looks[2:]), "a spin without an end"
+        spun.append(looks[0])
+    return spun
+
+
+def test_who_shares_cores_spins_for_as_long_as_it_pays_and_tries_again_later():
+    spins, soon_s, late_s = Spins(), 2e-4, 2.0
+    assert all(waits(spins, [soon_s] * 200))
+    found = waits(spins, [late_s] * 200)
+    first = found.index(False)
+    assert first <= 4 and not all(found[first:]) and 2 <= sum(found[first:]) <= 20  # a try now and then
+    found = waits(spins, [soon_s] * 400)
+    again = found.index(True)
+    assert again < 200 and all(found[again:])

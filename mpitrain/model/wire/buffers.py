@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -33,7 +34,8 @@ class FixedBuffer:
         padded = -(-size // PAD_BYTES) * PAD_BYTES
         self.raw = torch.zeros(PAD_BYTES + padded + PAD_BYTES, dtype=torch.uint8, pin_memory=pin)
         self.body = self.raw[PAD_BYTES : PAD_BYTES + size].view(dtype)
-        self._stamps = (self.raw[:8].view(torch.int64), self.raw[-8:].view(torch.int64))
+        self._words = memoryview(self.raw.numpy()).cast("q")  # a stamp is the first, and the last
+        self.message: Any = None  # of all bytes, for whoever carries them: made once
         self._pool = pool
         self.users = 1
         self._stamp = 0  # of the contents, once they have been sent
@@ -76,13 +78,12 @@ class FixedBuffer:
         """The stamp of the contents, at both ends from here on: nothing is written where they have one."""
         if not self._stamp:
             self._stamp = next(_stamps) % (_STAMP_VALUES - 1) + 1
-            for end in self._stamps:
-                end.fill_(self._stamp)
+            self._words[0] = self._words[-1] = self._stamp
         return self._stamp
 
     def stamps(self) -> tuple[int, int]:
         """What stands at the two ends."""
-        return int(self._stamps[0]), int(self._stamps[1])
+        return self._words[0], self._words[-1]
 
 
 class VariableBuffer:
@@ -113,6 +114,15 @@ class VariableBuffer:
     def raw(self) -> torch.Tensor:
         """All bytes."""
         return self.wire_buffer.raw
+
+    @property
+    def message(self) -> Any:
+        """As a wire buffer's."""
+        return self.wire_buffer.message
+
+    @message.setter
+    def message(self, message: object) -> None:
+        self.wire_buffer.message = message
 
     @property
     def num_bytes(self) -> int:

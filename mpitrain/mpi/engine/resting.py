@@ -18,7 +18,7 @@ from mpitrain.mpi.engine.requests import Progress
 from mpitrain.mpi.engine.wakeup import NAP_S, NappingWakeup, Wakeup
 
 CHECK_AGAIN_S = 0.5  # how long a thread sleeps at most without asking whether it still has to
-_SPIN_S = (
+SPIN_S = (
     0.0003  # before a sleep: longer than it takes to wake one, or two ranks put each other to sleep for ever
 )
 _NAPS_FOR_S = 0.01  # after the last traffic
@@ -50,6 +50,35 @@ class Sleepers:
                 self._finished.notify_all()
 
 
+class Spins:
+    """Whether it pays to poll for a moment before a sleep where ranks share cores: it does while it has, of late, as
+    where most of the ranks sleep."""
+
+    _MOST_IN_VAIN = 3  # spins on end that a sleep has followed
+    _PROBE_AFTER = 64  # sleeps without one
+
+    def __init__(self) -> None:
+        self._num_in_vain = self._num_without = 0
+        self._spun = False
+        self._last_quiet_s = 0.0
+
+    def may_spin(self, quiet_s: float) -> bool:
+        """Asked before each sleep that would begin so long after the last traffic."""
+        if quiet_s < self._last_quiet_s and self._spun:  # the last wait has ended in its spin
+            self._num_in_vain, self._spun = 0, False
+        self._last_quiet_s = quiet_s
+        if self._num_in_vain < self._MOST_IN_VAIN and quiet_s < SPIN_S:
+            self._spun = True
+            return True
+        if self._spun:
+            self._num_in_vain, self._spun = self._num_in_vain + 1, False
+        elif self._num_in_vain == self._MOST_IN_VAIN:
+            self._num_without += 1
+            if self._num_without == self._PROBE_AFTER:
+                self._num_in_vain, self._num_without = self._MOST_IN_VAIN - 1, 0
+        return False
+
+
 class Rests:
     """`thread` is what wakes the communication thread, `driver` the waiting thread that drives. `bell` is where ranks
     of this node ring this process, if they do; `has_boards`: for their arrival at collectives, too."""
@@ -59,7 +88,7 @@ class Rests:
         self.thread, self.driver = NappingWakeup(), Wakeup(DRIVER)
         self.bell: Doorbell | None = None
         self.has_boards = self._shares_cores = self._is_parked = False
-        self._most_s = BELL_S
+        self._most_s, self._spins = BELL_S, Spins()
 
     def use(self, bell: Doorbell, shares_cores: bool, may_die: bool) -> None:
         """From here on threads sleep on it. `shares_cores`: who spins keeps other ranks from arriving; `may_die`: a
@@ -75,7 +104,7 @@ class Rests:
         """Whether other ranks are given a moment before a thread sleeps."""
         if not self.has_boards:
             return self._backoff.spin()
-        return not self._shares_cores and self._backoff.quiet_s() < _SPIN_S
+        return not self._shares_cores and self._backoff.quiet_s() < SPIN_S
 
     def want(self, which: int) -> None:
         """In the thread that owns MPI: from here on peers ring for that one (0: nobody)."""
@@ -151,6 +180,7 @@ class Rests:
         """How long one sleeps at most until peers ring for a message; 0.0 means only to yield. `moves`: one may be
         under way, which takes several polls of either side where MPI copies it piece by piece."""
         quiet_s = self._backoff.quiet_s()
-        if not self._shares_cores and (moves or quiet_s < _SPIN_S):
+        may_spin = self._spins.may_spin(quiet_s) if self._shares_cores else moves or quiet_s < SPIN_S
+        if may_spin:
             return 0.0
         return SHORT_SLEEP_S if moves else min(self._most_s, max(SHORT_SLEEP_S, quiet_s / 2))
