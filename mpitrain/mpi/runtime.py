@@ -238,11 +238,12 @@ class Runtime(Ranks):
             others = {rank: Place(*places[rank]) for rank in here if rank != self.rank}
             with contextlib.suppress(OSError):
                 self.neighbours = NodePeers.at(bell, others)
-        if len(set(self.nodes)) == self.size:
-            return
-        can_ring = self.allgather(self.neighbours is not None)
-        if not all(can_ring[rank] for rank in here):
-            self.neighbours = None
+        if len(set(self.nodes)) < self.size:
+            can_ring = self.allgather(self.neighbours is not None)
+            if not all(can_ring[rank] for rank in here):
+                self.neighbours = None
+        if bell is not None:
+            bell.memory.close()
         if self.neighbours is not None:
             self.engine.use_bell(self.neighbours, self.shares_cores)
 

@@ -34,7 +34,7 @@ class FixedBuffer:
         padded = -(-size // PAD_BYTES) * PAD_BYTES
         self.raw = torch.zeros(PAD_BYTES + padded + PAD_BYTES, dtype=torch.uint8, pin_memory=pin)
         self.body = self.raw[PAD_BYTES : PAD_BYTES + size].view(dtype)
-        self._words = memoryview(self.raw.numpy()).cast("q")  # a stamp is the first, and the last
+        self._words = self.raw.numpy().data.cast("q")  # a stamp is the first, and the last
         self.message: Any = None  # of all bytes, for whoever carries them: made once
         self._pool = pool
         self.users = 1

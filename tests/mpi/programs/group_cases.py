@@ -593,16 +593,21 @@ def case_a_message_rings_its_receiver_and_its_arrival_the_sender(rt):
 
 def case_no_rank_of_a_node_rings_where_one_of_them_cannot(rt):
     """It has no bell, or cannot open those of the others."""
-    bell = doorbell.own()
-    if bell is None:
+    if doorbell.why_not("none"):
         return
-    places = rt.allgather(bell.memory.place)
+
+    def meet(change):
+        bell = doorbell.own()
+        places = rt.allgather(bell.memory.place)
+        rt._meet_neighbours(bell, [change(places[0]), *places[1:]])
+        raises(OSError, "Bad file descriptor", lambda: os.fstat(places[rt.rank][1]))
+
     with mock.patch.object(rt, "neighbours", None), mock.patch.object(rt.engine, "use_bell") as used:
-        rt._meet_neighbours(bell, [None, *places[1:]])
+        meet(lambda place: None)
         assert rt.neighbours is None
-        rt._meet_neighbours(bell, [places[0][:2] + ["another"] if rt.rank == 1 else places[0], *places[1:]])
+        meet(lambda place: [*place[:2], "another"] if rt.rank == 1 else place)
         assert rt.neighbours is None and not used.called
-        rt._meet_neighbours(bell, places)
+        meet(lambda place: place)
         assert rt.neighbours is not None and used.called
 
 
