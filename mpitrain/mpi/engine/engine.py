@@ -432,7 +432,7 @@ class Engine:
         if not self._progress.has_rung:
             return False
         if self.owns_mpi:
-            return self._step() > 0
+            return (self.poll() if self._thread is None else self._step()) > 0
         if not self._mpi.take(0):
             return False
         try:

@@ -384,6 +384,23 @@ def case_inline_callback_errors_reach_the_caller(rt):
     assert (first, second) == (b"a", b"b") and not engine.outstanding
 
 
+def case_inline_a_callback_that_fails_in_the_last_look_before_a_sleep_breaks_nothing(rt):
+    """Its exception comes out of the wait, as out of any poll, and the engine goes on."""
+    if rt.neighbours is None:
+        return
+    engine = Engine(rt.comm)
+    engine.use_bell(rt.neighbours, rt.shares_cores)
+    peer, other, first, second = (rt.rank + 1) % rt.size, (rt.rank - 1) % rt.size, bytearray(1), bytearray(1)
+    rt.engine.wait(rt.engine.isend(b"a", other, 27), timeout_s=DEADLINE_S)
+    engine.irecv(first, peer, 27, passive=True).then(lambda op: 1 // 0)
+    good, poll = engine.irecv(second, peer, 28, passive=True), engine.poll
+    engine.poll = lambda: poll() if sys._getframe(1).f_code.co_name in ("_has_work", "_step") else 0
+    raises(ZeroDivisionError, "", lambda: engine.wait(good, timeout_s=DEADLINE_S))
+    del engine.poll
+    engine.wait(good, engine.isend(b"b", other, 28), timeout_s=DEADLINE_S)
+    assert (first, second) == (b"a", b"b") and not engine.outstanding
+
+
 def case_any_source_is_refused_where_ranks_may_die(rt):
     """A dead peer cannot be told apart under ANY_SOURCE."""
     try:
