@@ -34,7 +34,8 @@ class AwakeClock:
     def now_s(self) -> float:
         """Seconds of this process's life."""
         raw_s, awake_s = self._ticked
-        return awake_s + min(self._raw() - raw_s, MOST_S)
+        since_s = self._raw() - raw_s
+        return awake_s + (since_s if since_s < MOST_S else MOST_S)
 
     def tick(self) -> None:
         """Called at least every `TICK_S`, by one thread."""
@@ -62,7 +63,7 @@ def clock() -> AwakeClock:
 
 def now_s() -> float:
     """By this process's clock."""
-    return clock().now_s()
+    return (_clock or clock()).now_s()
 
 
 def _keep_ticking(ticking: AwakeClock) -> None:

@@ -6,48 +6,23 @@ Invariants: it needs no MPI, but its thread owns MPI meanwhile, so no other thre
 where nothing of its group is under way.
 """
 
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
 
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.board import Board
 from mpitrain.mpi.engine.collective_queue import Announcement, CollectiveQueue
 from mpitrain.mpi.engine.doorbell import DRIVER, NodePeers
-from mpitrain.mpi.engine.ownership import Ownership
+from mpitrain.mpi.engine.ownership import Driven, Turn
 from mpitrain.mpi.engine.requests import Progress
 from mpitrain.mpi.engine.resting import BELL_S, Rests
 from mpitrain.mpi.operation import Op
 
 
-class Turn(NamedTuple):
-    """How an engine's threads take turns: who may call MPI, which of those that wait drives it, and what others have
-    queued for whoever does."""
-
-    mpi: Ownership
-    driving: threading.Lock
-    commands: deque[Callable[[], None]]
-
-
-class Stepping(Protocol):
-    """An engine, as this file sees it."""
-
-    waited_s: float
-
-    @property
-    def may_step(self) -> bool:
-        """Whether there is a communication thread, which drives what a step leaves, and nothing is broken."""
-
-    def give(self) -> None:
-        """Let other threads own MPI and drive what is outstanding."""
-
-
 class BoardSteps:
     """What an engine does with boards."""
 
-    def __init__(self, progress: Progress, rests: Rests, turn: Turn, engine: Stepping):
+    def __init__(self, progress: Progress, rests: Rests, turn: Turn, engine: Driven):
         self._progress, self._rests, self._engine = progress, rests, engine
         self._mpi, self._driving, self._commands = turn
 

@@ -30,12 +30,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.engine.at_once import AtOnce
 from mpitrain.mpi.engine.backoff import Backoff
-from mpitrain.mpi.engine.board_steps import BoardSteps, Turn
-from mpitrain.mpi.engine.collective_queue import Announcement, PendingCollective
+from mpitrain.mpi.engine.board_steps import BoardSteps
+from mpitrain.mpi.engine.collective_queue import PendingCollective
 from mpitrain.mpi.engine.doorbell import NodePeers
 from mpitrain.mpi.engine.forks import refuse_children_of
-from mpitrain.mpi.engine.ownership import Ownership, left_s
+from mpitrain.mpi.engine.ownership import Ownership, Turn, left_s
 from mpitrain.mpi.engine.requests import Progress, withdraw
 from mpitrain.mpi.engine.resting import CHECK_AGAIN_S, Rests, Sleepers
 from mpitrain.mpi.failed_ranks import FailedRanks
@@ -69,6 +70,7 @@ class Engine:
         self._driving = threading.Lock()  # held by the one waiting thread that drives MPI
         turn = Turn(self._mpi, self._driving, self._commands)
         self.boards = BoardSteps(self._progress, self._rests, turn, self)
+        self.at_once = AtOnce(self._progress, self._rests, turn, self, self._sleepers.wake)
         self._broken: BaseException | None = None
 
     def refuse(self, error: Exception) -> None:
@@ -91,7 +93,7 @@ class Engine:
         """Send `buffer` (a tensor, or anything mpi4py takes as a message) to rank `dest` of `comm`."""
         op = Op("send", message_of(buffer), dest, tag)
         op.comm = target = self.comm if comm is None else comm
-        return self.post(op, lambda: target.Isend(op.buffer, dest, tag), timeout_s)
+        return self.post(op, target.Isend, (op.buffer, dest, tag), timeout_s)
 
     def irecv(
         self, buffer: Any, source: int, tag: int, comm: "MPI.Comm | None" = None, passive: bool = False,
@@ -105,7 +107,7 @@ class Engine:
             )
         op = Op("receive", message_of(buffer), source, tag, passive)
         op.comm = target = self.comm if comm is None else comm
-        return self.post(op, lambda: target.Irecv(op.buffer, source, tag), timeout_s)
+        return self.post(op, target.Irecv, (op.buffer, source, tag), timeout_s)
 
     def call(self, function: Callable[[], Any], short: bool = False) -> Op:
         """Run `function()` in the thread that owns MPI, in order of submission; inline at once. `short`: see `post`."""
@@ -133,7 +135,7 @@ class Engine:
         op = Op("collective")
         op.what = what
         collective = PendingCollective(op, function, what, balance, blocks, deposit)
-        if quiet and self._run_collective(collective, control_comm, timeout_s):
+        if quiet and self.at_once.begin(collective, control_comm, timeout_s):
             return op
         return self._submit(
             op,
@@ -142,72 +144,27 @@ class Engine:
             short=short and self._rests.has_boards,
         )
 
-    def _run_collective(
-        self, collective: PendingCollective, control_comm: "MPI.Comm", timeout_s: float | None
-    ) -> bool:
-        """Begin a collective in this thread, and end it if the other ranks arrive at once; whether nothing else is
-        outstanding, so that it may be done so. Without threads it is begun here anyway."""
-        if not self._hold():
-            return False
-        began_s = time.monotonic()
-        try:
-            self._progress.run_collective(collective, control_comm, timeout_s, self._may_spin)
-            return True
-        except Exception as error:
-            self._break(error)
-            raise
-        finally:
-            self._let_go(began_s)
-
-    def run_at_once(
-        self,
-        made: Announcement,
-        function: Callable[[bool], Any],
-        control_comm: "MPI.Comm",
-        limit_s: Callable[[], float],
-    ) -> Op | bool:
-        """Begin a collective that its caller waits for, announced as `made`, in this thread. True: it is done. False:
-        nothing has begun, as others are outstanding, or nobody drives them. An Op: other ranks have yet to arrive, or
-        do not agree; the memory of `made` is the Op's then. `function(may_block)` is as for `submit_collective`, and
-        returns nothing where it may block; `limit_s()` is asked for the Op's timeout. Raises what `function` does."""
-        if not self._hold():
-            return False
-        began_s = time.monotonic()
-        try:
-            op = self._progress.run_at_once(made, function, control_comm, limit_s, self._may_spin)
-        finally:
-            self._let_go(began_s)
-        return True if op is None else op
-
-    def _hold(self) -> bool:
-        """Own MPI in this thread, where nothing is outstanding and nobody else has it."""
-        if self._thread is None or not self._driving.acquire(blocking=False):
-            return False
-        if not self._mpi.take(0):
-            self._driving.release()
-            self._sleepers.wake()
-            return False
-        if self._commands or not self._progress.is_idle or self._broken is not None:
-            self._driving.release()
-            self.give()
-            return False
-        self._backoff.traffic()
-        return True
-
-    def _let_go(self, began_s: float) -> None:
-        self.waited_s += time.monotonic() - began_s
-        self._driving.release()
-        self.give()
-
-    def _may_spin(self) -> bool:
-        return not self._commands and self._rests.may_spin()
-
     def post(
-        self, op: Op, start: Callable[[], "MPI.Request"], timeout_s: float | None = None, short: bool = False
+        self,
+        op: Op,
+        start: Callable[..., "MPI.Request"],
+        arguments: Sequence[Any] = (),
+        timeout_s: float | None = None,
+        short: bool = False,
     ) -> Op:
-        """Post what `start()` begins as `op`, which the caller has made. `short`: as a rule somebody waits for it
-        before it has to be driven, so it begins in this thread where that may be; it may be done then."""
-        return self._submit(op, lambda: self._progress.post(op, start, timeout_s, looks=short), short=short)
+        """Post what `start(*arguments)` begins as `op`, which the caller has made. `short`: as a rule somebody waits
+        for it before it has to be driven, so it begins in this thread where that may be; it may be done then."""
+        if not short or not self._may_begin():
+            return self._submit(op, lambda: self._progress.post(op, start, arguments, timeout_s))
+        try:
+            self._progress.post(op, start, arguments, timeout_s, looks=True)
+        except Exception as error:
+            self.fail(error)
+        if op.done:  # nothing is left to be driven that was not before
+            self._mpi.release()
+        else:
+            self.give(short=True)
+        return op
 
     def nonblocking(self, start: Callable[[], "MPI.Request"], buffer: Any, comm: "MPI.Comm") -> Op:
         """Post the nonblocking collective of `comm` that `start()` begins; `buffer` is kept alive until it is done."""
@@ -242,11 +199,13 @@ class Engine:
         """Return when `predicate()` holds; inline it is called after every poll, else whenever something completes."""
         deadline_s = None if timeout_s is None else awake.now_s() + timeout_s
         if self.owns_mpi:
-            while not predicate():
-                if not self.poll():
-                    self.on_wait()
-                    self._rests.pause(self._progress, self._has_work, self._check(deadline_s))
-            self._rests.want(0)
+            try:
+                while not predicate():
+                    if not self.poll():
+                        self.on_wait()
+                        self._rests.pause(self._progress, self._has_work, self._check(deadline_s))
+            finally:
+                self._rests.want(0)
             return
         began_s = time.monotonic()
         while not predicate():
@@ -260,7 +219,7 @@ class Engine:
     def _drive(self, predicate: Callable[[], Any], deadline_s: float | None) -> None:
         """Drive MPI until `predicate()` holds, then release `_driving`, which the caller holds."""
         try:
-            while not self._mpi.take(left_s(deadline_s, CHECK_AGAIN_S)):
+            while not (self._mpi.take(0) or self._mpi.take(left_s(deadline_s, CHECK_AGAIN_S))):
                 if predicate():
                     return
                 self._check(deadline_s)
@@ -303,7 +262,7 @@ class Engine:
 
     @property
     def may_step(self) -> bool:
-        """Whether there is a communication thread, which drives what a step leaves, and nothing is broken."""
+        """Whether there is a communication thread, which drives what is left, and nothing is broken."""
         return self._thread is not None and self._broken is None
 
     def give(self, short: bool = False) -> None:
@@ -346,6 +305,9 @@ class Engine:
     def poll(self) -> int:
         """Inline: test everything outstanding, complete what is finished, return how many that were."""
         assert self.owns_mpi, "the communication thread polls; other threads wait"
+        return self._poll()
+
+    def _poll(self) -> int:
         num_done = self._progress.poll()
         if num_done:
             self._backoff.traffic()
@@ -419,14 +381,14 @@ class Engine:
         """Run what other threads have queued and poll once; returns how much was done. A callback that fails breaks the
         engine: the threads that wait must get its error, or the job would hang."""
         try:
-            return self._run_commands() + self.poll()
+            return self._run_commands() + self._poll() if self._commands else self._poll()
         except Exception as error:
-            self._break(error)
+            self.fail(error)
             return 1
 
     def _has_work(self) -> bool:
         """A thread's last look before it sleeps. Only a poll shows that a message has come: this thread's where no
-        other has MPI, else that one's, which sets this thread's wakeup when it leaves."""
+        other has MPI, else that of one that drives, which sets this thread's wakeup when it leaves."""
         if self._commands or self._progress.has_news:
             return True
         if not self._progress.has_rung:
@@ -434,7 +396,7 @@ class Engine:
         if self.owns_mpi:
             return (self.poll() if self._thread is None else self._step()) > 0
         if not self._mpi.take(0):
-            return False
+            return not self._driving.locked()  # who has it for a moment may leave without a word
         try:
             return self._step() > 0
         finally:
@@ -451,7 +413,8 @@ class Engine:
             num_commands += 1
         return num_commands
 
-    def _break(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Nothing is carried out from here on: what is outstanding, and whatever is posted, fails with `error`."""
         self._broken = error
         self._progress.fail_all(error)
         self._run_commands()
@@ -473,18 +436,25 @@ class Engine:
         return op
 
     def _begin_here(self, start: Callable[[], Any]) -> bool:
-        """Call `start()` where no other thread has MPI, nor has anything queued for it."""
+        """Call `start()` where this thread `_may_begin`."""
+        if not self._may_begin():
+            return False
+        try:
+            start()
+        except Exception as error:
+            self.fail(error)
+        self.give(short=True)
+        return True
+
+    def _may_begin(self) -> bool:
+        """Own MPI in this thread, where no other has it, nor has anything queued for it."""
         if self._thread is None or self._driving.locked() or not self._mpi.take(0):
             return False
-        may = not self._commands and self._broken is None
-        try:
-            if may:
-                self._backoff.traffic()
-                start()
-        except Exception as error:
-            self._break(error)
-        self.give(short=may)
-        return may
+        if self._commands or self._broken is not None:
+            self.give()
+            return False
+        self._backoff.traffic()
+        return True
 
     def _command(self, command: Callable[[], None], quiet: bool = False) -> None:
         """Run it here or queue it. `quiet`: this thread is about to wait, so it need not wake another one."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from mpitrain.system import awake
 
@@ -57,6 +58,31 @@ class Ownership:
             while self._claims:
                 time.sleep(_GIVES_WAY_S)
             self.take()
+
+
+class Turn(NamedTuple):
+    """How an engine's threads take turns: who may call MPI, which of those that wait drives it, and what others have
+    queued for whoever does."""
+
+    mpi: Ownership
+    driving: threading.Lock
+    commands: deque[Callable[[], None]]
+
+
+class Driven(Protocol):
+    """An engine, as those see it who begin something in the thread that asks for it."""
+
+    waited_s: float
+
+    @property
+    def may_step(self) -> bool:
+        """Whether there is a communication thread, which drives what is left, and nothing is broken."""
+
+    def give(self) -> None:
+        """Let other threads own MPI and drive what is outstanding."""
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing is carried out from here on."""
 
 
 def left_s(deadline_s: float | None, at_most_s: float) -> float:

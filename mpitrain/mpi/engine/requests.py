@@ -87,14 +87,15 @@ class Progress:
     def post(
         self,
         op: Op,
-        start: Callable[[], "MPI.Request"],
+        start: Callable[..., "MPI.Request"],
+        arguments: Sequence[Any] = (),
         timeout_s: float | None = None,
         looks: bool = False,
     ) -> Op:
-        """Start a nonblocking operation; an error at once completes the Op with it. `looks`: complete a send that is
-        done at once, too."""
+        """Start a nonblocking operation, `start(*arguments)`; an error at once completes the Op with it. `looks`:
+        complete a send that is done at once, too."""
         try:
-            op.request = start()
+            op.request = start(*arguments)
             if self._rung and op.comm is not None and op.kind in ("send", "receive"):
                 op.peers = self._rung.get(op.comm.handle)
                 if op.peers is not None and op.kind == "send":
@@ -431,7 +432,10 @@ class Progress:
 
     @property
     def _are_on_boards(self) -> bool:
-        return all(queue.board is not None for queue in self._all_queues() if len(queue))
+        for queue in self._all_queues():  # noqa: SIM110 - as above
+            if queue.board is None and (queue.pending or queue.running):
+                return False
+        return True
 
     @property
     def has_news(self) -> bool:
@@ -442,7 +446,7 @@ class Progress:
         """Run the collectives at the heads of the queues at which every rank has arrived."""
         num_run = 0
         for queue in self._all_queues():
-            while queue.arrive():
+            while queue.pending and queue.arrive():
                 num_run += 1
                 self._run_collective(queue, queue.pending.popleft())
         return num_run

@@ -35,6 +35,9 @@ from mpitrain.torch_versions import warm_up_fault
 
 _HEAD = struct.Struct("<QQQQ")  # digest(dtype), elements, bytes, number of the body
 _INLINE_BYTES = 65536  # a second message costs more than a longer first one
+_COPIED_BYTES = (
+    1 << 19
+)  # what is sent from a copy: where ranks share cores, a wait for the receiver costs more
 _QUICK_BYTES = 1 << 20  # done sooner than another thread is woken
 _ANY = "receive from any rank"
 _BODY_TAG = 16384  # bodies are numbered above it; the algorithms' tags lie below
@@ -87,19 +90,17 @@ class PointToPoint(GroupBase):
 
     def _send_plain(self, tensor: torch.Tensor, dst: int, tag: int) -> MpiWork:
         """`send` without the machinery, which costs more than most messages themselves."""
-        num_bytes, number = tensor.nbytes, 0
-        if is_short := num_bytes <= _INLINE_BYTES:
-            head = _HEAD.pack(_digest_of(tensor.dtype), tensor.numel(), num_bytes, number)
-            op = self._post_send(
-                head + buffers.bytes_of_plain(tensor).tobytes(), dst, tag, self._control_comm
-            )
+        num_bytes, raw = tensor.nbytes, buffers.bytes_of_plain(tensor)
+        number = 0 if (is_short := num_bytes <= _INLINE_BYTES) else self._next_body()
+        head = _HEAD.pack(_digest_of(tensor.dtype), tensor.numel(), num_bytes, number)
+        copies = num_bytes <= _COPIED_BYTES
+        if is_short:
+            op = self._post_send(head + raw.tobytes(), dst, tag, self._control_comm)
         else:
-            number = self._next_body()
-            head = _HEAD.pack(_digest_of(tensor.dtype), tensor.numel(), num_bytes, number)
             before = self._post_send(head, dst, tag, self._control_comm)
-            body = buffers.message_of_plain(tensor)
+            body = raw.tobytes() if copies else buffers.message_of_plain(tensor)
             op = self._post_send(body, dst, tag, self._comm, _BODY_TAG + number)
-        if op.done and op.error is None:
+        if op.error is None and (op.done or (copies and self._lets_go_of(op))):
             return self._remember(self._done_work)
         work = self._transfer_work(f"send to {dst}", tensor)
 
@@ -112,13 +113,27 @@ class PointToPoint(GroupBase):
         (op if is_short else before).then(settle)
         return self._remember(work)
 
+    def _lets_go_of(self, op: Op) -> bool:
+        """Whether the caller need not wait for a send of a copy of its tensor; for few at a time."""
+        copies = self._copies
+        if len(copies) == copies.maxlen and not copies[0].done:
+            return False
+        copies.append(op)
+        op.then(self._has_gone)
+        return True
+
+    def _has_gone(self, op: Op) -> None:
+        op.buffer = None
+        if op.error is not None:
+            self._fail_transfer(op.error)
+
     def _post_send(
         self, message: Any, dst: int, tag: int, comm: "MPI.Comm", sent_tag: int | None = None
     ) -> Op:
         """`sent_tag`: where the message does not travel under the caller's."""
         op, on_wire = Op("send", message, dst, tag), tag if sent_tag is None else sent_tag
         op.comm = comm
-        return self._engine.post(op, lambda: comm.Isend(message, dst, on_wire), self._timeout_s(), short=True)
+        return self._engine.post(op, comm.Isend, (message, dst, on_wire), self._timeout_s(), short=True)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> MpiWork:
         """Receive one tensor from rank `src` of this group; MismatchError if another dtype or length comes."""
@@ -181,7 +196,7 @@ class PointToPoint(GroupBase):
         op = Op("receive", head, source, tag, passive=True)
         op.what = what
         op.comm = comm = self._control_comm
-        return self._engine.post(op, lambda: comm.Irecv(head, source, tag), self._timeout_s(), short)
+        return self._engine.post(op, comm.Irecv, (head, source, tag), self._timeout_s(), short)
 
     def _take_in(self, op: Op, tensor: torch.Tensor, event: Any) -> Task:
         """What follows the head that `op` has received; returns the rank that has sent it."""

@@ -106,7 +106,9 @@ class MpiWork(Work):
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """True when done; raises what went wrong, or TimeoutError after `timeout` (or else the group's)."""
-        if not self._done:
+        if not self._done and not (profiled.is_on() or trace.is_on()):
+            self._wait(timeout)
+        elif not self._done:
             with profiled.waiting(), trace.span(f"wait: {self._what}", trace.WAIT):
                 self._wait(timeout)
         if self._error is not None:
