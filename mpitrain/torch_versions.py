@@ -11,6 +11,7 @@ functions only, for `import torch` reads this file.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -140,6 +141,18 @@ WARM_UP_FAULT = (
 def warm_up_fault() -> str:
     """What to say besides where one number is sent and another type is received."""
     return WARM_UP_FAULT if version() == (2, 9) else ""
+
+
+def step_alone(optimizer: torch.optim.Optimizer) -> Callable[[], object] | None:
+    """The step of one of torch's own optimizers without what torch puts around it: hooks, a span for profilers, and two
+    breaks of a graph that nobody compiles, which cost more than the step of a small tensor. The caller records no
+    gradient. None where it is not known what lies around the step."""
+    step = type(optimizer).step
+    if not type(optimizer).__module__.startswith("torch.optim.") or "step" in vars(optimizer):
+        return None
+    if optimizer.defaults.get("differentiable") or not getattr(step, "hooked", False):
+        return None
+    return functools.partial(inspect.unwrap(step), optimizer)
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:

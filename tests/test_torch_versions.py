@@ -77,3 +77,26 @@ def test_a_pipeline_begins_without_the_numbers_that_its_neighbours_do_not_expect
     for version, told in (("2.9.1", "pipeline()"), ("2.13.0", "")):
         monkeypatch.setattr(torch, "__version__", version)
         assert told in torch_versions.warm_up_fault() and bool(told) == bool(torch_versions.warm_up_fault())
+
+
+class OwnSGD(torch.optim.SGD):
+    """Whatever it does around the step stays."""
+
+
+def test_a_step_is_taken_alone_where_it_is_known_what_torch_puts_around_it():
+    def made(kind, **options):
+        return kind([torch.nn.Parameter(torch.ones(2))], lr=0.5, **options)
+
+    watched = made(torch.optim.SGD)
+    watched.register_step_pre_hook(lambda *arguments: pytest.fail("a hook of the worker's"))
+    (parameter,) = watched.param_groups[0]["params"]
+    parameter.grad = torch.ones(2)
+    step = torch_versions.step_alone(watched)
+    assert step is not None and not hasattr(step.func, "__wrapped__")
+    with torch.no_grad():
+        step()
+    assert parameter.tolist() == [0.5, 0.5]
+    replaced = made(torch.optim.SGD)
+    replaced.step = lambda: None
+    for other in (made(OwnSGD), made(torch.optim.Adam, differentiable=True), replaced):
+        assert torch_versions.step_alone(other) is None

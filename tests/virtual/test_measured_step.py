@@ -80,7 +80,7 @@ def test_the_law_knows_what_of_a_batch_is_forward_and_when_gradients_come():
     job = toy.make_job(loss=loss)
     law, found = measure_step(job, None, job.data.scan(), 0.2)
     assert law.course.forward_share == pytest.approx(found["forward_s"] / found["gradient_s"])
-    assert law.course.forward_share > 0.5
+    assert found["forward_s"] >= SLOW_S  # however long a busy machine takes for the rest
     assert law.course.ready == tuple(
         min(1.0, end_s / found["backward_s"]) for end_s in found["bucket_ends_s"]
     )

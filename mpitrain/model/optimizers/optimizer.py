@@ -292,6 +292,9 @@ def coupled_decays(optimizer: Optimizer) -> list[float]:
 def scaled(optimizer: Optimizer, rate: float, decay: float = 1.0) -> Iterator[None]:
     """For as long as the context lasts, multiply every group's learning rate by `rate`, and by `decay` the weight decay
     that goes by way of the gradient."""
+    if rate == decay == 1.0:
+        yield
+        return
     before = [
         (group, key, group[key])
         for group in optimizer.param_groups

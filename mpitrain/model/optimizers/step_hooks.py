@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
-from mpitrain.torch_versions import global_step_hooks
+from mpitrain.torch_versions import global_step_hooks, profiler, step_alone
 
 _WAY_OUT = 'use optimizer="worker", under which the whole step is taken on the worker'
 
@@ -108,6 +108,22 @@ def without_global_hooks() -> Iterator[None]:
     finally:
         for registry, hooks in zip(registries, held, strict=True):
             registry.update(hooks)
+
+
+class ServerStep:
+    """The step of a server's optimizer, without hooks."""
+
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer, self._alone = optimizer, step_alone(optimizer)
+        self._is_profiled, *_ = profiler()
+
+    def __call__(self) -> None:
+        if self._alone is None or self._is_profiled():
+            with without_global_hooks():
+                self._optimizer.step()
+        else:
+            with torch.no_grad():
+                self._alone()
 
 
 def check_step(optimizer: Optimizer) -> None:

@@ -27,7 +27,7 @@ from mpitrain.model.copies import copied
 from mpitrain.model.optimizers.group_options import FollowedOptions
 from mpitrain.model.optimizers.optimizer import Rates, check_elementwise, coupled_decays, rebuild, scaled
 from mpitrain.model.optimizers.several_optimizers import SeveralOptimizers
-from mpitrain.model.optimizers.step_hooks import without_global_hooks
+from mpitrain.model.optimizers.step_hooks import ServerStep
 from mpitrain.model.recipe import UpdateRule
 from mpitrain.model.wire.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
 from mpitrain.model.wire.flat import Layout
@@ -81,6 +81,7 @@ class ShardStore:
         groups = [*[group for group, _, _ in layout.group_slices(shard)], *[one.group for one in tables]]
         parameters = [*self._parameters, *[one.parameter for one in tables]]
         self.optimizer = rebuild(prototype, list(zip(groups, parameters, strict=True)))
+        self._step = ServerStep(self.optimizer)
         self._rates = Rates(self.optimizer, groups)
         self._options = FollowedOptions(self.optimizer, groups)
         self.updates = rule.begin(self._rates, lambda: [self.live.body], pace or rule.pace(Rates(prototype)))
@@ -217,8 +218,8 @@ class ShardStore:
         for parameter, (start, stop) in zip(self._parameters, self._slices, strict=True):
             parameter.grad = gathered.body[start:stop]
         try:
-            with self._tables_in_place(), scaled(self.optimizer, rate, decay), without_global_hooks():
-                self.optimizer.step()
+            with self._tables_in_place(), scaled(self.optimizer, rate, decay):
+                self._step()
         finally:
             for parameter in self._parameters:
                 parameter.grad = None

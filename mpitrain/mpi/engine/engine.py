@@ -154,6 +154,9 @@ class Engine:
     ) -> Op:
         """Post what `start(*arguments)` begins as `op`, which the caller has made. `short`: as a rule somebody waits
         for it before it has to be driven, so it begins in this thread where that may be; it may be done then."""
+        if self._thread is None and self._broken is None:
+            self._backoff.traffic()
+            return self._progress.post(op, start, arguments, timeout_s)
         if not short or not self._may_begin():
             return self._submit(op, lambda: self._progress.post(op, start, arguments, timeout_s))
         try:
@@ -199,17 +202,12 @@ class Engine:
         """Return when `predicate()` holds; inline it is called after every poll, else whenever something completes."""
         deadline_s = None if timeout_s is None else awake.now_s() + timeout_s
         if self.owns_mpi:
-            try:
-                while not predicate():
-                    if not self.poll():
-                        self.on_wait()
-                        self._rests.pause(self._progress, self._has_work, self._check(deadline_s))
-            finally:
-                self._rests.want(0)
+            while not predicate():
+                if not self._poll():
+                    self._rests.pause(self._progress, self._has_work, lambda: self._check(deadline_s))
             return
         began_s = time.monotonic()
         while not predicate():
-            self.on_wait()
             if self._driving.acquire(blocking=False):
                 self._drive(predicate, deadline_s)
             else:
@@ -224,11 +222,11 @@ class Engine:
                     return
                 self._check(deadline_s)
             try:
+                self._rests.want(0)
                 while not predicate():
                     self._mpi.give_way()
                     if not self._step():
-                        self.on_wait()
-                        self._rests.drive_on(self._progress, self._has_work, self._check(deadline_s))
+                        self._rests.drive_on(self._progress, self._has_work, lambda: self._check(deadline_s))
             finally:
                 self._release()
         finally:
@@ -241,7 +239,8 @@ class Engine:
         otherwise wait for ranks that wait for these. Nested ones, and all of them where no communication thread runs,
         do nothing. What is posted inside, by this thread, is driven by its own waits."""
         if self.owns_mpi:
-            self._check(None)
+            if self._broken is not None:
+                raise self._broken
             yield
             return
         while not self._take():
@@ -314,7 +313,8 @@ class Engine:
         return num_done
 
     def _check(self, deadline_s: float | None) -> float:
-        """The seconds for which a thread may sleep."""
+        """The seconds for which a thread that waits may sleep."""
+        self.on_wait()
         if self._broken is not None:
             raise self._broken
         if deadline_s is None:

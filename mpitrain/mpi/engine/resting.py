@@ -139,27 +139,30 @@ class Rests:
         self._is_parked = False
         return parks
 
-    def drive_on(self, progress: Progress, has_work: Callable[[], bool], most_s: float) -> None:
-        """`rest`, in a waiting thread that drives MPI."""
-        self.want(DRIVER)
-        self.rest(self.driver, progress, has_work, most_s)
+    def drive_on(
+        self, progress: Progress, has_work: Callable[[], bool], limit_s: Callable[[], float]
+    ) -> None:
+        """`rest`, in a waiting thread that drives MPI, and owns it."""
+        self.rest(self.driver, progress, has_work, limit_s)
 
-    def pause(self, progress: Progress, has_work: Callable[[], bool], most_s: float) -> None:
+    def pause(self, progress: Progress, has_work: Callable[[], bool], limit_s: Callable[[], float]) -> None:
         """`drive_on`, where no communication thread drives what this one leaves."""
         if self.bell is None or not len(progress):
+            limit_s()
             self._backoff.pause(progress.num_awake > 0, progress.num_arriving > 0)
         else:
-            self.drive_on(progress, has_work, most_s)
+            self.rest(self.driver, progress, has_work, limit_s)
 
     def rest(
         self,
         wakeup: Wakeup,
         progress: Progress,
         has_work: Callable[[], bool],
-        most_s: float = CHECK_AGAIN_S,
+        limit_s: Callable[[], float] = lambda: CHECK_AGAIN_S,
     ) -> None:
-        """Sleep for as long as the backoff policy allows, or peers ring, for `most_s` at most; `wakeup` ends the sleep,
-        and there is none where this thread `has_work()`, which is asked after peers can see that it waits."""
+        """Sleep for as long as the backoff policy allows, or peers ring, for `limit_s()` at most, which is asked where
+        this takes longer than a poll, and may raise; `wakeup` ends the sleep, and there is none where this thread
+        `has_work()`, which is asked after peers can see that it waits."""
         sleep_s: float | None = None
         if self.bell is not None and progress.waits_for_board:
             sleep_s = None if progress.is_idle else BELL_S
@@ -169,12 +172,25 @@ class Rests:
             sleep_s = 0.0 if progress.num_awake else self._backoff.sleep_s(progress.num_arriving > 0)
         if sleep_s == 0.0:
             if not self._backoff.spin():
+                limit_s()
                 yield_core()
         elif self.bell is not None:
-            if wakeup.wait_for_ring(min(sleep_s or CHECK_AGAIN_S, most_s), has_work):
-                self._backoff.traffic()
+            self._sleep_until_rung(wakeup, min(sleep_s or CHECK_AGAIN_S, limit_s()), has_work)
         else:
-            wakeup.wait(sleep_s if wakeup is self.thread else min(sleep_s or CHECK_AGAIN_S, most_s))
+            wakeup.wait(sleep_s if wakeup is self.thread else min(sleep_s or CHECK_AGAIN_S, limit_s()))
+
+    def _sleep_until_rung(self, wakeup: Wakeup, most_s: float, has_work: Callable[[], bool]) -> None:
+        drives = (
+            wakeup is self.driver
+        )  # it wants no ring, which costs a peer a call of the kernel, before it sleeps
+        try:
+            if drives:
+                self.want(DRIVER)
+            if wakeup.wait_for_ring(most_s, has_work):
+                self._backoff.traffic()
+        finally:
+            if drives:
+                self.want(0)
 
     def _until_rung_s(self, moves: bool) -> float:
         """How long one sleeps at most until peers ring for a message; 0.0 means only to yield. `moves`: one may be

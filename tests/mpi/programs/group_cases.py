@@ -586,8 +586,8 @@ def case_ranks_that_wait_sleep_until_the_last_one_rings(rt):
 
 
 def case_a_message_rings_its_receiver_and_its_arrival_the_sender(rt):
-    """Each end sleeps until the other sees that it waits, for a short message and for one of which the sender learns
-    only when it has been received; from a rank that is named, and from any."""
+    """A receiver that sleeps is woken by a short message, and the sender of a long one by its arrival, of which it
+    learns then only; from a rank that is named, and from any."""
     pair = dist.new_group([0, 1])
     if doorbell.why_not("none") or rt.rank > 1:
         return
@@ -603,24 +603,21 @@ def case_a_message_rings_its_receiver_and_its_arrival_the_sender(rt):
             num_rung = 0
             for turn in range(40):
                 tensor, rung = torch.full((count,), float(turn + rt.rank)), bell.num_rung
-                is_long = count > 5
-                waits_first = is_long if rt.rank == 0 else not is_long
                 rings.clear()
-                if not waits_first:
-                    while not other.words[48]:
-                        pass
                 if rt.rank == 0:
+                    while count == 5 and other.words[48] != doorbell.DRIVER:  # it sleeps
+                        pass
                     dist.send(tensor, 1)
+                    num_rung += bell.num_rung > rung
                 elif turn % 2:
                     assert dist.recv(tensor) == 0
                 else:
                     dist.recv(tensor, 0)
-                assert tensor.eq(turn).all() and (rt.rank or rings.count(1))
-                assert rt.rank == 0 or rings.count(0) == is_long
-                num_rung += not waits_first and bell.num_rung > rung
+                assert tensor.eq(turn).all()
+                assert 1 in rings if rt.rank == 0 else rings.count(0) == (count > 5)
                 dist.barrier(group=pair)
-            # whoever waits for a long message looks now and then, and may see it before it is rung
-            assert waits_first or is_long or num_rung > 20, num_rung
+            # whoever waits looks now and then, and may see a message before it is rung
+            assert rt.rank or count > 5 or num_rung > 20, num_rung
 
 
 def case_no_rank_of_a_node_rings_where_one_of_them_cannot(rt):
