@@ -309,7 +309,10 @@ class Progress:
         if self._failed_ranks is not None:
             for op in self._failed_ranks.unanswerable(self._ops):
                 self._abandon(op, MPI.Exception(MPI.ERR_PROC_FAILED))
-        return num_done + self.run_arrived()
+        for queue in tuple(self._queues.values()):
+            if queue.pending:
+                return num_done + self.run_arrived()
+        return num_done
 
     def complete(self, op: Op, error: BaseException | None = None) -> None:
         """Mark as done and notify the threads that wait; exceptions of callbacks reach the thread that polls."""
@@ -414,6 +417,11 @@ class Progress:
             self.complete(collective.op, collective.failure or error)
 
     # ---- collectives
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether something is outstanding that is no collective."""
+        return bool(self._ops)
 
     @property
     def waits_for_board(self) -> bool:

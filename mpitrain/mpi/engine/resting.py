@@ -147,7 +147,7 @@ class Rests:
 
     def pause(self, progress: Progress, has_work: Callable[[], bool], limit_s: Callable[[], float]) -> None:
         """`drive_on`, where no communication thread drives what this one leaves."""
-        if self.bell is None or not len(progress):
+        if self.bell is None or progress.is_idle:
             limit_s()
             self._backoff.pause(progress.num_awake > 0, progress.num_arriving > 0)
         else:
@@ -163,6 +163,8 @@ class Rests:
         """Sleep for as long as the backoff policy allows, or peers ring, for `limit_s()` at most, which is asked where
         this takes longer than a poll, and may raise; `wakeup` ends the sleep, and there is none where this thread
         `has_work()`, which is asked after peers can see that it waits."""
+        if not self._shares_cores and progress.has_messages and self._backoff.spin():
+            return
         sleep_s: float | None = None
         if self.bell is not None and progress.waits_for_board:
             sleep_s = None if progress.is_idle else BELL_S

@@ -139,7 +139,9 @@ def case_what_may_never_be_done_keeps_nobody_awake(rt, engine):
         engine.make_passive(peer)
     engine.run(lambda: None)  # what was handed to another thread is done
     assert engine._progress.num_awake == 0
-    assert not send.done and not receive.done
+    assert (
+        not receive.done
+    )  # of the send that is not sure: Intel MPI takes a message in that nobody has asked for
     # What a faster rank sends next would complete this rank's receive. `rt.barrier()` would poll beside the thread.
     engine.run(lambda: None, rt._control_comm)
     engine.wait(engine.isend(bytearray(1), after, 2), receive, timeout_s=DEADLINE_S)
