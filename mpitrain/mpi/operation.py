@@ -16,8 +16,8 @@ class Op:
     """
 
     __slots__ = (
-        "buffer", "callbacks", "cancelled", "comm", "done", "error", "kind", "passive", "peer", "peers", "request",
-        "result", "source", "status_bytes", "tag", "what",
+        "acknowledges", "buffer", "callbacks", "cancelled", "comm", "done", "error", "kind", "passive", "peer", "peers",
+        "request", "result", "source", "status_bytes", "tag", "what",
     )  # fmt: skip
 
     def __init__(self, kind: str, buffer: Any = None, peer: int = -1, tag: int = -1, passive: bool = False):
@@ -26,6 +26,7 @@ class Op:
         self.comm: Any = None  # the communicator on which `peer` is that rank
         self.peer = peer
         self.peers: Any = None  # who rings for it, on this node, if anybody does
+        self.acknowledges = True  # a long receive rings the sender, which may wait for that, when it is done
         self.tag = tag
         self.passive = passive
         self.request: Any = None

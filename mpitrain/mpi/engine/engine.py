@@ -178,6 +178,10 @@ class Engine:
         """Drop the queues of communicators that are used no more; what is outstanding there fails with `error`."""
         self._progress.forget(comms, error)
 
+    def acknowledge(self, op: Op) -> None:
+        """In a callback of a receive that was not to say it itself: its sender learns that the message has come."""
+        self._progress.acknowledge(op)
+
     def cancel(self, op: Op) -> None:
         """Withdraw a receive that nothing has matched: it completes with `cancelled` set and a CancelledError."""
         self._command(lambda: withdraw(op))

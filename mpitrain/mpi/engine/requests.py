@@ -287,6 +287,11 @@ class Progress:
         for op in [op for op in self._ops if op.comm is not None and op.comm.handle in handles]:
             self._abandon(op, error)
 
+    def acknowledge(self, op: Op) -> None:
+        """Ring the sender of a long message, which learns only now that it has gone."""
+        if op.peers is not None and op.status_bytes > _EAGER_BYTES:
+            op.peers.ring(op.source)
+
     def make_passive(self, peer: int) -> None:
         """Let threads sleep although something is outstanding with rank `peer`."""
         for op in self.outstanding():
@@ -355,8 +360,8 @@ class Progress:
         op = self._ops[index]
         self._remove(index)
         error = self._read_status(op) if op.kind == "receive" else None
-        if op.peers is not None and op.kind == "receive" and op.status_bytes > _EAGER_BYTES and error is None:
-            op.peers.ring(op.source)  # which learns only now that the message has gone
+        if op.acknowledges and op.kind == "receive" and error is None:
+            self.acknowledge(op)
         self.complete(op, error)
         return True
 

@@ -38,7 +38,7 @@ MOVE_TAG = 4  # on a group's communicator
 MEETING_TAG = 3  # on the world's communicator, whose other messages have other tags
 LEAVE_S = 5.0  # for ranks that leave the group later
 _MOST_ANNOUNCEMENTS = 256  # kept: a program's tensors may have ever new lengths
-_MOST_COPIES = 16  # of tensors under way, to whose senders they are gone
+MOST_COPIES = 16  # of tensors under way, to whose senders they are gone
 _PROBE_TAG, _PROBE_BYTES, _NUM_PROBES = 5, 1 << 18, 4
 _NO_TIME = timedelta(0)
 
@@ -64,7 +64,7 @@ class GroupBase(dist.ProcessGroup):
         self._engine = runtime.engine
         self._bodies = itertools.count()  # of long messages
         self._heads: list[bytearray] = []  # of messages that have been taken in: for those to come
-        self._copies: deque[Op] = deque(maxlen=_MOST_COPIES)  # sends to which nobody waits, the oldest first
+        self._copies: deque[Op] = deque(maxlen=MOST_COPIES)  # sends to which nobody waits, the oldest first
         self._consist_of(ranks)
         self._has_left = False
         self._failure: BaseException | None = None  # after which this group carries nothing more

@@ -22,6 +22,7 @@ from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.operation import Op
 from mpitrain.mpi.process_group import profiled
 from mpitrain.mpi.process_group.base import (
+    MOST_COPIES,
     Call,
     GroupBase,
     as_list,
@@ -34,10 +35,9 @@ from mpitrain.system import trace
 from mpitrain.torch_versions import warm_up_fault
 
 _HEAD = struct.Struct("<QQQQ")  # digest(dtype), elements, bytes, number of the body
+_WAITS = 1 << 32  # added to the number by a sender that waits until its message has come
 _INLINE_BYTES = 65536  # a second message costs more than a longer first one
-_COPIED_BYTES = (
-    1 << 19
-)  # what is sent from a copy: where ranks share cores, a wait for the receiver costs more
+_COPIED_BYTES = 1 << 19  # are sent from a copy: where ranks share cores, a wait for the receiver costs more
 _QUICK_BYTES = 1 << 20  # done sooner than another thread is woken
 _ANY = "receive from any rank"
 _BODY_TAG = 16384  # bodies are numbered above it; the algorithms' tags lie below
@@ -62,7 +62,7 @@ class PointToPoint(GroupBase):
                 else torch.empty(0, dtype=torch.uint8)
             )
             number, limit_s = self._next_body(), self._timeout_s()
-            head = _HEAD.pack(_digest_of(tensor.dtype), tensor.numel(), raw.numel(), number)
+            head = _HEAD.pack(_digest_of(tensor.dtype), tensor.numel(), raw.numel(), number | _WAITS)
             if raw.numel() <= _INLINE_BYTES:
                 yield [
                     self._engine.isend(head + raw.numpy().tobytes(), dst, tag, self._control_comm, limit_s)
@@ -92,15 +92,21 @@ class PointToPoint(GroupBase):
         """`send` without the machinery, which costs more than most messages themselves."""
         num_bytes, raw = tensor.nbytes, buffers.bytes_of_plain(tensor)
         number = 0 if (is_short := num_bytes <= _INLINE_BYTES) else self._next_body()
-        head = _HEAD.pack(_digest_of(tensor.dtype), tensor.numel(), num_bytes, number)
         copies = num_bytes <= _COPIED_BYTES
+        goes_on = copies and self._may_go_on()
+        head = _HEAD.pack(
+            _digest_of(tensor.dtype), tensor.numel(), num_bytes, number if goes_on else number | _WAITS
+        )
         if is_short:
             op = self._post_send(head + raw.tobytes(), dst, tag, self._control_comm)
         else:
             before = self._post_send(head, dst, tag, self._control_comm)
             body = raw.tobytes() if copies else buffers.message_of_plain(tensor)
             op = self._post_send(body, dst, tag, self._comm, _BODY_TAG + number)
-        if op.error is None and (op.done or (copies and self._lets_go_of(op))):
+        if op.error is None and (op.done or goes_on):
+            if not op.done:
+                self._copies.append(op)
+                op.then(self._has_gone)
             return self._remember(self._done_work)
         work = self._transfer_work(f"send to {dst}", tensor)
 
@@ -113,14 +119,10 @@ class PointToPoint(GroupBase):
         (op if is_short else before).then(settle)
         return self._remember(work)
 
-    def _lets_go_of(self, op: Op) -> bool:
-        """Whether the caller need not wait for a send of a copy of its tensor; for few at a time."""
+    def _may_go_on(self) -> bool:
+        """Whether the caller need not wait for a send of a copy of its tensor, as few are under way."""
         copies = self._copies
-        if len(copies) == copies.maxlen and not copies[0].done:
-            return False
-        copies.append(op)
-        op.then(self._has_gone)
-        return True
+        return len(copies) < MOST_COPIES or copies[0].done
 
     def _has_gone(self, op: Op) -> None:
         op.buffer = None
@@ -176,14 +178,16 @@ class PointToPoint(GroupBase):
             if not _fits(op.buffer, tensor):  # an error to come
                 rest = self._engine.call(lambda: in_inference_mode(self._take_in(op, tensor, None)))
                 rest.then(work.settle)
-            elif size > _INLINE_BYTES:
-                number = _HEAD.unpack_from(op.buffer)[3]
-                self._heads.append(op.buffer)
+                return
+            number = _HEAD.unpack_from(op.buffer)[3]
+            if size > _INLINE_BYTES:
                 self._receive_body(buffers.message_of_plain(tensor), op.source, number).then(work.settle)
             else:
                 buffers.bytes_of_plain(tensor)[:] = memoryview(op.buffer)[_HEAD.size : _HEAD.size + size]
-                self._heads.append(op.buffer)
+                if number & _WAITS:
+                    self._engine.acknowledge(op)
                 work.settle(op)
+            self._heads.append(op.buffer)
 
         self._receive_head(source, tag, what, short=True).then(arrived)
         return self._remember(work)
@@ -194,13 +198,15 @@ class PointToPoint(GroupBase):
         except IndexError:
             head = bytearray(_HEAD.size + _INLINE_BYTES)
         op = Op("receive", head, source, tag, passive=True)
-        op.what = what
+        op.what, op.acknowledges = what, False
         op.comm = comm = self._control_comm
         return self._engine.post(op, comm.Irecv, (head, source, tag), self._timeout_s(), short)
 
     def _take_in(self, op: Op, tensor: torch.Tensor, event: Any) -> Task:
         """What follows the head that `op` has received; returns the rank that has sent it."""
         dtype_digest, num_elements, num_bytes, number = _HEAD.unpack_from(op.buffer)
+        if number & _WAITS:
+            self._engine.acknowledge(op)
         fits = _fits(op.buffer, tensor)
         # where it does not fit, the sender has to get rid of it yet
         target = tensor if fits else torch.empty(num_bytes, dtype=torch.uint8)
@@ -229,9 +235,10 @@ class PointToPoint(GroupBase):
         return [self._receive_body(body, source, number) for body in bodies]
 
     def _receive_body(self, message: Any, source: int, number: int) -> Op:
-        return self._engine.irecv(
-            message, source, _BODY_TAG + number, self._comm, timeout_s=self._timeout_s()
-        )
+        tag = _BODY_TAG + number % _WAITS
+        op = self._engine.irecv(message, source, tag, self._comm, timeout_s=self._timeout_s())
+        op.acknowledges = bool(number & _WAITS)
+        return op
 
     def _transfer_work(self, what: str, tensor: torch.Tensor, span: object = None) -> MpiWork:
         return MpiWork(self._engine, what, [tensor], self._timeout, span, self._fail_transfer)

@@ -272,7 +272,7 @@ def case_a_message_that_does_not_fit(rt):
 
 def case_a_sender_goes_on_before_anybody_has_asked_for_its_message(rt):
     """It may write its tensor again; not so with one message too many, nor with one that is too long for a copy."""
-    count, most = point_to_point._COPIED_BYTES // 4, base._MOST_COPIES
+    count, most = point_to_point._COPIED_BYTES // 4, base.MOST_COPIES
     lengths = [count + 1, *[count] * (most + 1)]
     if rt.rank == 0:
         longer, tensor, last = torch.zeros(count + 1), torch.zeros(count), torch.full((count,), most + 1.0)
