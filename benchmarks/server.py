@@ -2,6 +2,7 @@
 
     mpitrain launch -n 7 benchmarks/server.py [--megabytes 0.0655 1 4 25 64] [--servers 1 2] [--rounds 30]
         [--compute-ms 0 1 20 60]
+    mpitrain launch -n 9 benchmarks/server.py --saturate [--rounds 7]
 
 Rank 0 is one worker to each of three kinds of server, which have S ranks each and split the vector evenly:
 
@@ -17,14 +18,19 @@ in place before the clock starts, and the new parameters are where the worker ca
 server carries is 2 * bytes / time of one worker that never pauses, gradients in and parameters out. With
 `--compute-ms` the worker multiplies matrices for so long before each push, off the clock: its caches hold those then,
 and servers have had time to fall asleep.
+
+With `--saturate` rank 0 is the server, and 1, 2, 4 and 8 of the others push 64 KB without computing: what it carries
+then, and the processor time that a push takes it.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import socket
 import statistics
+import threading
 import time
 import warnings
 
@@ -51,14 +57,21 @@ MEASUREMENT = Measurement(
     contestants=("bare mpi4py", "torch RPC"),
     bound="the same bytes there and back without an update",
     depends=TRAINING,
-    keys=("megabytes", "servers=1", "compute_ms=0.0"),
-    figures=("ours_to_bare", "rpc_to_ours"),
+    keys=("megabytes", "servers=1", "compute_ms=0.0", "pushing=0"),
+    figures=("ours_to_bare", "rpc_to_ours", "server_cpu_us.ours", "pushes_per_second.ours"),
     commands=(
-        Command("mpitrain launch -n 7 benchmarks/server.py", minutes=8, covers={"compute_ms": 0.0}),
+        Command(
+            "mpitrain launch -n 7 benchmarks/server.py", minutes=8, covers={"compute_ms": 0.0, "pushing": 0}
+        ),
         Command(
             "mpitrain launch -n 4 benchmarks/server.py --megabytes 0.0655 --compute-ms 1 20 60",
             minutes=3,
             covers={"compute_ms": (1.0, 20.0, 60.0)},
+        ),
+        Command(
+            "mpitrain launch -n 9 benchmarks/server.py --saturate",
+            minutes=3,
+            covers={"pushing": (1, 2, 4, 8)},
         ),
     ),
 )
@@ -68,6 +81,11 @@ TURN_TAG, PUSH_TAG, PULL_TAG = 101, 102, 103
 UPDATE, COPY, LEAVE = 1, 2, 0  # words to a bare server
 DRIVER = 0
 WAYS = ("ours", "bare mpi4py", "torch RPC", "bytes only")
+PUSHING, PUSHED_MEGABYTES, PUSHES = (
+    (1, 2, 4, 8),
+    0.0655,
+    2000,
+)  # workers of `--saturate`; pushes of all of them
 
 
 def parts(numel, num_servers):
@@ -112,15 +130,15 @@ class Ready(Replica):
 class Ours:
     """Our worker."""
 
-    def __init__(self, numel, servers):
+    def __init__(self, numel, servers, workers=(DRIVER,)):
         self.servers = servers
         self.module, _, flat = flat_model(numel, len(servers))
-        self.replica = Ready(flat, GradientRule(), None, DRIVER)
+        self.replica = Ready(flat, GradientRule(), None, runtime.rank)
         self.world = MpiWorld(
             runtime.engine, servers, lambda source, kind: flat.buffer_for(servers.index(source), final=True)
         )
-        roles = Roles(servers, (DRIVER,))
-        self.role = Worker(DRIVER, roles, self.replica, NullReport(), Rhythm(leased=False)).run()
+        roles, rhythm = Roles(servers, workers), Rhythm(leased=False)
+        self.role = Worker(runtime.rank, roles, self.replica, NullReport(), rhythm).run()
         self.world.advance(self.role, None)
         self.replica.prepare()
 
@@ -133,12 +151,13 @@ class Ours:
             hear(server)
 
 
-def serve_ours(numel, num_servers, shard):
+def serve_ours(numel, num_servers, shard, workers=(DRIVER,)):
     _, prototype, flat = flat_model(numel, num_servers)
     store = ShardStore(flat.layout, shard, flat.wire_buffers[shard].body, prototype)
-    server = Server(Async(), store, (DRIVER,), NullReport())
-    MpiWorld(runtime.engine, (DRIVER,), lambda source, kind: store.wire_buffer()).run(server.run())
-    say(DRIVER, LEAVE)
+    server = Server(Async(), store, workers, NullReport())
+    MpiWorld(runtime.engine, workers, lambda source, kind: store.wire_buffer()).run(server.run())
+    for worker in workers:
+        say(worker, LEAVE)
 
 
 class Bare:
@@ -178,6 +197,29 @@ def serve_bare(numel):
             comm.Isend([outgoing, MPI.FLOAT], DRIVER, PULL_TAG).Wait()
 
 
+def serve_many_bare(numel, workers, count):
+    """So many pushes of each worker, whoever comes first; a velocity and a weight for all of them."""
+    comm = runtime.comm
+    gradients, weight, velocity = (
+        [torch.zeros(numel) for _ in workers],
+        torch.zeros(numel),
+        torch.zeros(numel),
+    )
+
+    def listen(index):
+        return comm.Irecv([gradients[index].numpy(), MPI.FLOAT], workers[index], PUSH_TAG)
+
+    requests, left = [listen(index) for index in range(len(workers))], [count] * len(workers)
+    for _ in range(count * len(workers)):
+        index = MPI.Request.Waitany(requests)
+        velocity.mul_(MOMENTUM).add_(gradients[index])
+        weight.add_(velocity, alpha=-RATE)
+        comm.Isend([weight.numpy(), MPI.FLOAT], workers[index], PULL_TAG).Wait()
+        left[index] -= 1
+        if left[index]:
+            requests[index] = listen(index)
+
+
 class RemoteServer:
     """The object of the RPC servers. Unlike the tutorial's it copies no gradient and returns a bare tensor
     instead of a module: the peer at its best.
@@ -193,6 +235,17 @@ class RemoteServer:
         self.weight.grad = gradient
         self.optimizer.step()
         return self.weight.detach()
+
+
+_shared, _turn = [], threading.Lock()  # the object that all workers push to, where rank 0 serves them
+
+
+def update_shared(gradient):
+    with _turn:  # as in torch's tutorial: RPC calls it in several threads
+        server = _shared[0]
+        server.weight.grad = gradient
+        server.optimizer.step()
+        return server.weight.detach()
 
 
 class Remote:
@@ -344,6 +397,71 @@ def drive(options, ranks, pids):
         print(f"our server, idle for {options.idle_s:g} s: {idle:.1%} of a core")
 
 
+def pushes(way, numel, workers, count):
+    """Rank 0 serves, `workers` push so often: how many pushes a second, and the server's processor time for one."""
+    step = leave = None
+    if runtime.rank in workers:
+        if way == "ours":
+            ours = Ours(numel, (DRIVER,), workers)
+            step, leave = ours.step, ours.leave
+        elif way == "bare mpi4py":
+            step = Bare(numel, (DRIVER,)).step
+        else:
+            gradient = torch.full((numel,), 2.0**-10)
+            step = functools.partial(rpc.rpc_sync, rpc_name(DRIVER), update_shared, args=(gradient,))
+    if runtime.rank == DRIVER:
+        _shared[:] = [RemoteServer(numel)]
+        used_s = time.process_time()
+        if way == "ours":
+            serve_ours(numel, 1, 0, workers)
+        elif way == "bare mpi4py":
+            serve_many_bare(numel, workers, count)
+    else:
+        used_s = 0.0
+    began_s = time.monotonic()
+    for _ in range(count if step is not None else 0):
+        step()
+    ended_s = time.monotonic()
+    if leave is not None:
+        leave()
+    times = [one for one in runtime.allgather([began_s, ended_s]) if one[1] - one[0] > 1e-4]
+    used_s = runtime.broadcast(time.process_time() - used_s, DRIVER)
+    num_pushes = count * len(workers)
+    took_s = max(end_s for _, end_s in times) - min(begin_s for begin_s, _ in times)
+    return num_pushes / took_s, used_s / num_pushes * 1e6
+
+
+def saturate(options):
+    """The ways in turn, for every number of workers; prints the table and writes one row a number."""
+    numel = int(PUSHED_MEGABYTES * 1e6 / 4)
+    rows = [("workers", *(f"{way}, pushes/s" for way in WAYS[:3]), *(f"{way}, CPU us" for way in WAYS[:3]))]
+    for num_workers in [one for one in PUSHING if one < runtime.size]:
+        workers, rates, cpu = tuple(range(1, num_workers + 1)), {}, {}
+        for number in range(options.rounds + 1):
+            for way in WAYS[:3]:
+                rate, used_us = pushes(way, numel, workers, PUSHES // num_workers)
+                if number:  # the first is warm-up
+                    rates.setdefault(way, []).append(rate)
+                    cpu.setdefault(way, []).append(used_us)
+        row = {
+            "megabytes": PUSHED_MEGABYTES, "servers": 1, "compute_ms": 0.0, "pushing": num_workers,
+            "rounds": options.rounds, "pushes": PUSHES,
+            "pushes_per_second": {way: statistics.median(values) for way, values in rates.items()},
+            "server_cpu_us": {way: statistics.median(values) for way, values in cpu.items()},
+            "ours_to_bare": median_ratio(rates["bare mpi4py"], rates["ours"]),
+            "rpc_to_ours": median_ratio(rates["ours"], rates["torch RPC"]),
+            "cpu_to_bare": median_ratio(cpu["ours"], cpu["bare mpi4py"]),
+        }  # fmt: skip
+        if runtime.rank == DRIVER:
+            write_row("server", row)
+        rows.append(
+            (str(num_workers), *(f"{row['pushes_per_second'][way]:.0f}" for way in WAYS[:3]),
+             *(f"{row['server_cpu_us'][way]:.0f}" for way in WAYS[:3]))
+        )  # fmt: skip
+    if runtime.rank == DRIVER:
+        print(table(rows))
+
+
 def main():
     parser = make_parser(__doc__, MEASUREMENT)
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.0655, 1, 4, 25, 64])
@@ -353,7 +471,15 @@ def main():
     parser.add_argument("--compute-ms", type=float, nargs="+", default=[0.0], help="before each push")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--idle-s", type=float, default=5, help="how long to look at the idle server, 0: not")
+    parser.add_argument("--saturate", action="store_true", help="many workers that do not compute")
     options = parser.parse_args()
+    if options.saturate:
+        torch.set_num_threads(1)
+        join_rpc(tuple(range(runtime.size)))
+        saturate(options)
+        rpc.shutdown()
+        runtime.finish()
+        return
     most = (runtime.size - 1) // 3
     options.servers = options.servers or list(range(1, most + 1))
     assert 1 <= max(options.servers) <= most, f"start with {1 + 3 * max(options.servers or [1])} ranks"

@@ -74,7 +74,7 @@ def guard_cost() -> str:
 
 def server() -> str:
     ways = ("ours", "bare mpi4py", "torch RPC")
-    found = dict(sorted(newest("server", "compute_ms", "megabytes", "servers").items()))
+    found = dict(sorted(newest("server", "compute_ms", "megabytes", "servers", pushing=0).items()))
     head = (
         "computes, ms",
         "MB",
@@ -92,7 +92,26 @@ def server() -> str:
     ]  # fmt: skip
     idle = [f"{row['idle_core']:.1%}" for row in found.values() if row.get("idle_core")]
     told = f"An idle server took {idle[-1]} of a core.\n\n" if idle else ""
-    return table(head, *body) + f"\n\n{told}" + origin(*found.values())
+    return table(head, *body) + f"\n\n{told}" + origin(*found.values()) + _server_under_load(ways)
+
+
+def _server_under_load(ways: tuple[str, ...]) -> str:
+    """What a server carries of workers that do nothing but push."""
+    every = newest("server", "pushing", "compute_ms", "megabytes", "servers")
+    found = {pushing: row for (pushing, *_), row in sorted(every.items()) if pushing}
+    if not found:
+        return ""
+    head = (
+        "workers",
+        *(f"{way}, pushes a second" for way in ways),
+        *(f"{way}, server's CPU us a push" for way in ways),
+    )
+    body = [
+        (str(pushing), *(f"{row['pushes_per_second'][way]:,.0f}" for way in ways),
+         *(f"{row['server_cpu_us'][way]:.0f}" for way in ways))
+        for pushing, row in found.items()
+    ]  # fmt: skip
+    return "\n\n" + table(head, *body) + "\n\n" + origin(*found.values())
 
 
 def collectives() -> str:

@@ -1,11 +1,14 @@
 """The gradients of the update being gathered.
 
 Invariants: they are added in rank order, never in order of arrival, so the bits depend on the set of gradients
-alone; those that wait for their turn are counted at their peak.
+alone; those that wait for their turn are counted at their peak. What one more gradient costs does not grow with the
+number of workers (but for the logarithm of those that wait).
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Set
 from typing import Any
 
@@ -21,6 +24,10 @@ class Gathering:
         self._pending: dict[
             tuple[int, int], tuple[Any, float, float, str]
         ] = {}  # (worker, step): waits for its turn
+        self._waiting: list[tuple[int, int]] = []  # a heap of the same
+        # Who contributes, in order, as of a version; before so many of them nobody is missing.
+        self._due: list[int] = []
+        self._version, self._num_passed = -1, 0
         self._added: set[int] = set()  # workers whose gradients are in the store
         self._without: set[int] = set()  # workers that have pushed nothing to add
 
@@ -33,6 +40,8 @@ class Gathering:
         self, worker: int, step: int, payload: object, weight: float, share: float = 1.0, options: str = ""
     ) -> None:
         """One more gradient; `options`: what came with it of the optimizer's."""
+        if (worker, step) not in self._pending:
+            heapq.heappush(self._waiting, (worker, step))
         self._pending[worker, step] = (payload, weight, share, options)
         self.num_taken += 1
         self.max_pending = max(self.max_pending, len(self._pending))
@@ -41,18 +50,31 @@ class Gathering:
         """`worker` has pushed, and there is nothing of it to add."""
         self._without.add(worker)
 
-    def add_in_turn(self, due: Set[int] | None) -> None:
+    def add_in_turn(self, due: Set[int] | None, version: int) -> None:
         """Hand the store, in rank order, those gradients before which no other can come: `due` are the workers that
-        contribute to this update, None where that is not known."""
+        contribute to this update, None where that is not known. Another `version` comes with other workers."""
         if due is None:
             return
-        for key in sorted(self._pending):
-            if any(other < key[0] for other in due - self._added - self._without):
-                break
-            payload, weight, share, options = self._pending.pop(key)
-            self.store.hear_options(options)
-            self.store.add(key[0], payload, weight, share)
-            self._added.add(key[0])
+        if version != self._version:
+            self._version, self._due, self._num_passed = version, sorted(due), 0
+        while self._waiting and self._next_due() >= self._waiting[0][0]:
+            self._add_first()
+
+    def _next_due(self) -> float:
+        """The first of the workers that contribute and have pushed nothing yet."""
+        while self._num_passed < len(self._due):
+            worker = self._due[self._num_passed]
+            if worker not in self._added and worker not in self._without:
+                return worker
+            self._num_passed += 1
+        return math.inf
+
+    def _add_first(self) -> None:
+        key = heapq.heappop(self._waiting)
+        payload, weight, share, options = self._pending.pop(key)
+        self.store.hear_options(options)
+        self.store.add(key[0], payload, weight, share)
+        self._added.add(key[0])
 
     def add_all(self, sums: bool = False) -> None:
         """Nothing more comes: hand the store what is left; `sums`: so that the mean it applies is the sum of all."""
@@ -63,10 +85,11 @@ class Gathering:
                 key: (payload, weight * number, 1.0, options)
                 for key, (payload, weight, _, options) in self._pending.items()
             }
-        self.add_in_turn(frozenset())
+        while self._waiting:
+            self._add_first()
 
     def clear(self) -> None:
         """The update has been made."""
-        self.num_taken = 0
+        self.num_taken = self._num_passed = 0
         self._added.clear()
         self._without.clear()

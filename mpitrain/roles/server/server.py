@@ -204,7 +204,9 @@ class Server:
             share = self.leases.share(message.share)
             self.gathering.take_gradient(worker, message.step, payload, weight, share, message.options)
             record.pending_difference = self.strategy.elastic
-            self.gathering.add_in_turn(self.strategy.contributors(self.table.active))
+            self.gathering.add_in_turn(
+                self.strategy.contributors(self.table.active), self.table.active_version
+            )
         else:
             payload.release()
             if verdict.weight > 0:
@@ -393,7 +395,7 @@ class Server:
 
     def _go_on_without(self, worker: int) -> Steps:
         """`worker` takes part no more: who waits for it waits no longer."""
-        self.gathering.add_in_turn(self.strategy.contributors(self.table.active))
+        self.gathering.add_in_turn(self.strategy.contributors(self.table.active), self.table.active_version)
         yield from self._carry_out(
             self.strategy.on_leave(self.memory, worker, self.table.blocked, self.table.active)
         )

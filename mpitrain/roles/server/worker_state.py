@@ -169,6 +169,7 @@ class WorkerTable:
         self._in[WorkerState.EXPECTED].update(self._records)
         self._present, self._active = set(self._records), set(active)
         self._num_moves = 0
+        self.active_version = 0  # another one where `active` is another set
 
     def __getitem__(self, worker: int) -> WorkerRecord:
         return self._records[worker]
@@ -197,8 +198,9 @@ class WorkerTable:
         self._in[record.state].discard(worker)
         record.state, record.since = TRANSITIONS[record.state, event], self._num_moves
         self._in[record.state].add(worker)
-        if record.state not in MAY_TAKE_PART:
+        if record.state not in MAY_TAKE_PART and worker in self._active:
             self._active.discard(worker)
+            self.active_version += 1
         if record.state not in PRESENT:  # nobody comes back
             self._present.discard(worker)
 
@@ -220,6 +222,7 @@ class WorkerTable:
         if (state := self._records[worker].state) not in MAY_TAKE_PART:
             raise WireError(f"worker {worker} is {state.name}, and cannot take part in updates")
         self._active.add(worker)
+        self.active_version += 1
 
     def who(self, *states: WorkerState) -> set[int]:
         """The workers that are in one of `states`."""

@@ -32,7 +32,7 @@ def _on_push(arrival: Arrival, quorum: int) -> Verdict:
     if arrival.read < arrival.version:
         return Verdict(0.0, False, (arrival.worker,), late=True)
     # whoever waits has pushed for this version; one that has, and died, does not stand in for those that live
-    if len(arrival.blocked & arrival.active) < quorum:
+    if len(arrival.blocked) < quorum or len(arrival.blocked & arrival.active) < quorum:
         return Verdict(1.0, False, ())
     return Verdict(1.0, True, tuple(sorted(arrival.blocked)))
 
