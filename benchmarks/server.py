@@ -69,7 +69,7 @@ MEASUREMENT = Measurement(
             covers={"compute_ms": (1.0, 20.0, 60.0)},
         ),
         Command(
-            "mpitrain launch -n 9 benchmarks/server.py --saturate",
+            "mpitrain launch -n 9 benchmarks/server.py --saturate --rounds 7",
             minutes=3,
             covers={"pushing": (1, 2, 4, 8)},
         ),
@@ -81,11 +81,8 @@ TURN_TAG, PUSH_TAG, PULL_TAG = 101, 102, 103
 UPDATE, COPY, LEAVE = 1, 2, 0  # words to a bare server
 DRIVER = 0
 WAYS = ("ours", "bare mpi4py", "torch RPC", "bytes only")
-PUSHING, PUSHED_MEGABYTES, PUSHES = (
-    (1, 2, 4, 8),
-    0.0655,
-    2000,
-)  # workers of `--saturate`; pushes of all of them
+# of `--saturate`: numbers of workers, the size of a push, and pushes of all workers in one turn
+PUSHING, PUSHED_MEGABYTES, PUSHES = (1, 2, 4, 8), 0.0655, 2000
 
 
 def parts(numel, num_servers):
