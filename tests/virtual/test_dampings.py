@@ -3,6 +3,8 @@ optimizer.
 
 """
 
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -307,7 +309,7 @@ def test_a_weight_scales_decoupled_decay_with_the_rate():
 
 def test_an_optimizer_that_raises_leaves_rate_and_decay_as_they_were(monkeypatch):
     store = make_store([1.0], optimizer=torch.optim.Adam, lr=0.5, weight_decay=0.25)
-    monkeypatch.setattr("torch.optim.adam.adam", lambda *arguments, **options: 1 / 0)
+    monkeypatch.setattr(sys.modules["torch.optim.adam"], "adam", lambda *arguments, **options: 1 / 0)
     store.add(1, wire_buffer(store, 2.0), 0.125)
     with pytest.raises(ZeroDivisionError):
         store.apply()
