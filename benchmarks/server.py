@@ -416,12 +416,12 @@ def pushes(way, numel, workers, count):
     else:
         used_s = 0.0
     began_s = time.monotonic()
-    for _ in range(count if step is not None else 0):
+    for _ in range(count if step else 0):
         step()
     ended_s = time.monotonic()
-    if leave is not None:
+    if leave:
         leave()
-    times = [one for one in runtime.allgather([began_s, ended_s]) if one[1] - one[0] > 1e-4]
+    times = [one for one in runtime.allgather([began_s, ended_s] if step else None) if one]
     used_s = runtime.broadcast(time.process_time() - used_s, DRIVER)
     num_pushes = count * len(workers)
     took_s = max(end_s for _, end_s in times) - min(begin_s for begin_s, _ in times)

@@ -147,12 +147,16 @@ def step_alone(optimizer: torch.optim.Optimizer) -> Callable[[], object] | None:
     """The step of one of torch's own optimizers without what torch puts around it: hooks, a span for profilers, and two
     breaks of a graph that nobody compiles, which cost more than the step of a small tensor. The caller records no
     gradient. None where it is not known what lies around the step."""
-    step = type(optimizer).step
-    if not type(optimizer).__module__.startswith("torch.optim.") or "step" in vars(optimizer):
+    step: Any = type(optimizer).step
+    layers = [step]
+    while (inner := getattr(layers[-1], "__wrapped__", None)) is not None:
+        layers.append(inner)
+    # where a function was written, which one that wraps another does not take over from that
+    written = [getattr(layer, "__globals__", {}).get("__name__", "") for layer in layers]
+    is_torchs = all(name.startswith("torch.optim.") for name in written)
+    if not is_torchs or "step" in vars(optimizer) or optimizer.defaults.get("differentiable"):
         return None
-    if optimizer.defaults.get("differentiable") or not getattr(step, "hooked", False):
-        return None
-    return functools.partial(inspect.unwrap(step), optimizer)
+    return functools.partial(layers[-1], optimizer)
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:

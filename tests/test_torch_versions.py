@@ -1,5 +1,6 @@
 """What the package says of a torch that it was not tried with, and what of torch is asked for by another name."""
 
+import functools
 import re
 from types import SimpleNamespace
 
@@ -80,10 +81,13 @@ def test_a_pipeline_begins_without_the_numbers_that_its_neighbours_do_not_expect
 
 
 class OwnSGD(torch.optim.SGD):
-    """Whatever it does around the step stays."""
+    """Whatever it does in its step stays."""
+
+    def step(self, closure=None):
+        return super().step(closure)
 
 
-def test_a_step_is_taken_alone_where_it_is_known_what_torch_puts_around_it():
+def test_a_step_is_taken_alone_where_it_is_known_what_torch_puts_around_it(monkeypatch):
     def made(kind, **options):
         return kind([torch.nn.Parameter(torch.ones(2))], lr=0.5, **options)
 
@@ -100,3 +104,11 @@ def test_a_step_is_taken_alone_where_it_is_known_what_torch_puts_around_it():
     replaced.step = lambda: None
     for other in (made(OwnSGD), made(torch.optim.Adam, differentiable=True), replaced):
         assert torch_versions.step_alone(other) is None
+    torchs = torch.optim.SGD.step
+
+    @functools.wraps(torchs)
+    def watching(*arguments, **options):
+        return torchs(*arguments, **options)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", watching)  # as tools do that count steps
+    assert torch_versions.step_alone(watched) is None

@@ -91,9 +91,8 @@ def test_another_order_gives_other_parameters(runs, tmp_path):
     order = json.loads(path.read_text())
     job = toy.make_job(optimizer=toy.adam, epochs=2, batch_size=5)
     swaps = [i for i in range(len(order) - 1) if order[i] != order[i + 1]]
-    for number, first in enumerate(
-        swaps
-    ):  # two whose numbers are alike, or that are no gradients, may be swapped
+    # two whose numbers are alike, or that are no gradients, may be swapped
+    for number, first in enumerate(swaps):
         swapped = [*order[:first], order[first + 1], order[first], *order[first + 2 :]]
         path.write_text(json.dumps(swapped))
         replayed = simulate(job, replay=str(tmp_path / "0"), run_dir=str(tmp_path / f"v{number}"), quiet=True)

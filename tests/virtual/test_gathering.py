@@ -30,6 +30,10 @@ class Counted(set):
         self.passes += 1
         return super().__iter__()
 
+    def __sub__(self, other):
+        self.passes += 1
+        return super().__sub__(other)
+
 
 def in_turn(events):
     """The gradients that can be added after these, by the definition, one update long."""
@@ -62,8 +66,8 @@ def in_turn(events):
     ),
 )
 def test_a_gradient_is_added_when_nobody_before_it_is_missing(due, moves):
-    store, gathering = Store(), None
-    gathering, now, version = Gathering(store), set(due), 0
+    store, now, version = Store(), set(due), 0
+    gathering = Gathering(store)
     events = [("due", worker, 0) for worker in due]
     for number, (what, worker) in enumerate(moves):
         if what == "due" and any(event[:2] == ("gone", worker) for event in events):

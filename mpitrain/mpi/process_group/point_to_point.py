@@ -92,8 +92,7 @@ class PointToPoint(GroupBase):
         """`send` without the machinery, which costs more than most messages themselves."""
         num_bytes, raw = tensor.nbytes, buffers.bytes_of_plain(tensor)
         number = 0 if (is_short := num_bytes <= _INLINE_BYTES) else self._next_body()
-        copies = num_bytes <= _COPIED_BYTES
-        goes_on = copies and self._may_go_on()
+        goes_on = num_bytes <= _COPIED_BYTES and self._may_go_on()
         head = _HEAD.pack(
             _digest_of(tensor.dtype), tensor.numel(), num_bytes, number if goes_on else number | _WAITS
         )
@@ -101,7 +100,7 @@ class PointToPoint(GroupBase):
             op = self._post_send(head + raw.tobytes(), dst, tag, self._control_comm)
         else:
             before = self._post_send(head, dst, tag, self._control_comm)
-            body = raw.tobytes() if copies else buffers.message_of_plain(tensor)
+            body = raw.tobytes() if goes_on else buffers.message_of_plain(tensor)
             op = self._post_send(body, dst, tag, self._comm, _BODY_TAG + number)
         if op.error is None and (op.done or goes_on):
             if not op.done:
