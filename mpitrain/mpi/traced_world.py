@@ -11,8 +11,9 @@ from typing import Any
 from mpitrain.effects import AllReduce, Compute, Effect, Forget, Recv, Role, Send, Sleep
 from mpitrain.messages import Message, payload_bytes, pushes_of
 from mpitrain.mpi.message_header import Incoming
+from mpitrain.mpi.messenger import Messenger, Peer
 from mpitrain.mpi.operation import Op
-from mpitrain.mpi.world import MpiWorld, _Peer
+from mpitrain.mpi.world import MpiWorld
 from mpitrain.system import trace
 
 _SPANS = {
@@ -28,14 +29,43 @@ def make_world(*arguments: Any, **options: Any) -> MpiWorld:
     return (TracedMpiWorld if trace.is_on() else MpiWorld)(*arguments, **options)
 
 
-class TracedMpiWorld(MpiWorld):
-    """An `MpiWorld` whose effects are spans."""
+class TracedMessenger(Messenger):
+    """A `Messenger` that records when what it sends and receives is under way."""
 
     _leaving: Op | None = None
 
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
         self._landings: dict[int, Callable[..., None]] = {}  # by rank: of the payload that it is sending
+
+    def send(self, rank: int, message: Message) -> None:
+        self._leaving = None
+        num_bytes = payload_bytes(message)
+        super().send(rank, message)
+        land = trace.flight(f"{type(message).__name__} to {rank}", bytes=num_bytes)
+        if land is not None and self._leaving is not None:
+            self._leaving.then(land)
+
+    def _isend(self, buffer: Any, rank: int, tag: int, sent: Callable[[], None] = lambda: None) -> Op:
+        self._leaving = super()._isend(buffer, rank, tag, sent)
+        return self._leaving
+
+    def _receive_payload(self, peer: Peer, incoming: Incoming, text: str = "") -> None:
+        name = f"{incoming.kind.name.capitalize()} from {peer.rank}"
+        if (land := trace.flight(name, bytes=incoming.payload_bytes)) is not None:
+            self._landings[peer.rank] = land
+        super()._receive_payload(peer, incoming, text)
+
+    def _arrived(self, peer: Peer, message: Message) -> None:
+        if (land := self._landings.pop(peer.rank, None)) is not None:
+            land()
+        super()._arrived(peer, message)
+
+
+class TracedMpiWorld(MpiWorld):
+    """An `MpiWorld` whose effects are spans."""
+
+    messenger_class = TracedMessenger
 
     def run(self, role: Role) -> Any:
         return super().run(_followed(role))
@@ -57,29 +87,6 @@ class TracedMpiWorld(MpiWorld):
             for worker, push in pushes_of(*answer):
                 trace.hear_push(worker, push.step)
         return answer
-
-    def _send(self, peer: _Peer, message: Message) -> None:
-        self._leaving = None
-        num_bytes = payload_bytes(message)
-        super()._send(peer, message)
-        land = trace.flight(f"{type(message).__name__} to {peer.rank}", bytes=num_bytes)
-        if land is not None and self._leaving is not None:
-            self._leaving.then(land)
-
-    def _isend(self, buffer: Any, rank: int, tag: int, sent: Callable[[], None] = lambda: None) -> Op:
-        self._leaving = super()._isend(buffer, rank, tag, sent)
-        return self._leaving
-
-    def _receive_payload(self, peer: _Peer, incoming: Incoming, text: str = "") -> None:
-        name = f"{incoming.kind.name.capitalize()} from {peer.rank}"
-        if (land := trace.flight(name, bytes=incoming.payload_bytes)) is not None:
-            self._landings[peer.rank] = land
-        super()._receive_payload(peer, incoming, text)
-
-    def _arrived(self, peer: _Peer, message: Message) -> None:
-        if (land := self._landings.pop(peer.rank, None)) is not None:
-            land()
-        super()._arrived(peer, message)
 
 
 def _followed(role: Role) -> Role:

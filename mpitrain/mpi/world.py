@@ -1,21 +1,12 @@
-"""The world on a cluster: answers a role's effects over nonblocking Isend/Irecv.
+"""The world on a cluster: answers a role's effects over the messages of `messenger.py`.
 
 Invariants: one role a rank, driven by the thread that owns MPI; the role is never blocked by a send.
-Where the job may go on without ranks that die, one header receive is always listening to each peer (directed, never
-ANY_SOURCE: a dead peer must be tellable), and every completion is looked for among all of them; so, too, where the MPI
-library does not keep to ANY_SOURCE (`runtime.py`). Everywhere else one receive listens to all peers, so that a
-completion costs as much among ten thousand peers as among two. What a header
-announces is then received into the wire buffer that `buffer_for` provides, and only after that the peer's next header
-is looked at, so messages of one peer keep their order. A payload whose length or whose stamps at the two ends are not
-what its header says is an error, never an update.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
-from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Executor, wait
 from typing import Any
@@ -34,44 +25,14 @@ from mpitrain.effects import (
     Sleep,
     drive,
 )
-from mpitrain.errors import WireError
-from mpitrain.messages import Kind, Lost, Message, release
-from mpitrain.messages.steps import is_progress, step_after
-from mpitrain.mpi.bindings import MPI
+from mpitrain.messages import Kind, Message
 from mpitrain.mpi.engine.backoff import LONG_SLEEP_S, SHORT_SLEEP_S, yield_core
 from mpitrain.mpi.engine.engine import Engine
-from mpitrain.mpi.faults.errors import is_dead_peer
-from mpitrain.mpi.faults.late_reads import LateReads
 from mpitrain.mpi.faults.self_destruct import self_destruct
-from mpitrain.mpi.message_header import (
-    HEADER_BYTES,
-    Incoming,
-    IncomingEntry,
-    OutgoingPayload,
-    decode,
-    encode,
-    unpack_entries,
-)
-from mpitrain.mpi.operation import Op, message_of_wire
+from mpitrain.mpi.messenger import Messenger
 from mpitrain.system.launched.ranks import Ends
 
-HEADER_TAG, PAYLOAD_TAG = 11, 12
 _NOTHING = contextlib.nullcontext()
-
-
-class _Peer:
-    """What is known of one other rank: how many messages went each way."""
-
-    def __init__(self, rank: int):
-        self.rank = rank
-        self.num_sent = self.num_received = 0
-        self.num_unsent = 0
-        self.listening: Op | None = None
-        self.lost = False
-        self.given_up = False  # but may speak again
-        self.header = bytearray(HEADER_BYTES)
-        self.receives = False  # a message of which the header is here
-        self.headers: deque[bytearray] = deque()  # that came meanwhile
 
 
 class MpiWorld:
@@ -88,6 +49,8 @@ class MpiWorld:
         begin: begins one; what it returns waits for the end, and answers as `reduce` does.
     """
 
+    messenger_class: type[Messenger] = Messenger
+
     def __init__(
         self,
         engine: Engine,
@@ -99,30 +62,19 @@ class MpiWorld:
         reduce: Callable[[Any], Any] | None = None,
         begin: Callable[[Any], Callable[[], Any]] | None = None,
     ):
-        self.engine, self.buffer_for, self.on_step = engine, buffer_for, on_step
-        self._peers = {rank: _Peer(rank) for rank in peers}
-        self._inbox: deque[tuple[int, Message]] = deque()
+        self.engine, self.on_step, self._ends = engine, on_step, ends
+        answer = self._answer_late if ends.answer_late is not None else None
+        self._messenger = self.messenger_class(engine, peers, buffer_for, on_step, ends, answer)
         self._computer, self._reduce, self._begin = computer, reduce, begin
-        self._ends, self._answer_late = ends, ends.answer_late
         # the rounds of an all-reduce, and what waits for the end of the first
         self._begun: tuple[Generator[Any, Any, Any], Callable[[], Any]] | None = None
-        self._error: BaseException | None = None
-        self._tear_next = False  # as injected: the stamps of the next payload are to differ
-        self._late = LateReads()
         self._start_s = time.monotonic()
-        self._started = self._is_over = False
-        self._to_any: Op | None = None  # the receive that listens to all peers
-        self._any_header = bytearray(HEADER_BYTES)
-        self._step = 0  # of the role, by the messages that it has sent
+        self._started = False
 
     def start(self) -> None:
         """Listen to every peer; `advance` calls it first where nobody has."""
         self._started = True
-        if self._peers and not self.engine.listens_to_each:
-            self._listen_to_any()
-            return
-        for peer in self._peers.values():
-            self._listen(peer)
+        self._messenger.start()
 
     def run(self, role: Role) -> Any:
         """Run `role` to its end, wait until everything it sent has left, and return what it returned."""
@@ -144,7 +96,7 @@ class MpiWorld:
         future = self._computer.submit(effect.task)
         while not future.done():
             self._raise_error()
-            if not self._poll():
+            if not self._messenger.poll():
                 wait((future,), SHORT_SLEEP_S)
         return future.result()
 
@@ -167,21 +119,22 @@ class MpiWorld:
 
     def _answer(self, effect: Effect) -> Any:
         if isinstance(effect, Send):
-            self._send(self._peers[effect.to], effect.message)
+            self._messenger.send(effect.to, effect.message)
             return None
         if isinstance(effect, Recv):
-            if not self._inbox:
-                self._poll()
+            inbox = self._messenger.inbox
+            if not inbox:
+                self._messenger.poll()
             if effect.timeout_s == 0:
                 return self._take_ready()
-            if not self._inbox:
-                self._wait(lambda: self._inbox, effect.timeout_s)
+            if not inbox:
+                self._wait(lambda: inbox, effect.timeout_s)
             self._raise_error()
-            return self._inbox.popleft() if self._inbox else None
+            return inbox.popleft() if inbox else None
         if isinstance(effect, Sleep):
             return self._sleep(effect.seconds)
         if isinstance(effect, Forget):
-            return self._forget(self._peers[effect.rank], effect.listen)
+            return self._messenger.forget(effect.rank, effect.listen)
         if isinstance(effect, Break):
             return self._break(effect)
         if isinstance(effect, Begin):
@@ -200,301 +153,54 @@ class MpiWorld:
 
     def _break(self, order: Break) -> None:
         if order.how == "torn":
-            self._tear_next = True
+            self._messenger.tear_next = True
         elif order.how == "slow_reader":
-            self._late.seconds = order.after_s
+            self._messenger.late.seconds = order.after_s
         else:
             self_destruct(order.how, order.after_s)
-
-    def _poll(self) -> int:
-        """Let MPI move what is under way, and receive what has waited long enough."""
-        while (late := self._late.take()) is not None:
-            self._receive_announced(*late)
-        return self.engine.poll()
 
     def _wait(self, predicate: Callable[[], Any], timeout_s: float | None) -> None:
         """Until `predicate()` holds, something is wrong or the time is up."""
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while not (self._wait_once(predicate, end_s) or (end_s is not None and time.monotonic() >= end_s)):
-            self._poll()
-
-    def _wait_once(self, predicate: Callable[[], Any], end_s: float | None) -> bool:
-        """Also until something is announced that is to be read late, or until it is time to."""
-        num_late = len(self._late)
-        with contextlib.suppress(TimeoutError):
-            self.engine.wait_any(
-                lambda: predicate() or self._error or len(self._late) > num_late, self._late.left_s(end_s)
-            )
-        return bool(predicate() or self._error)
+        messenger = self._messenger
+        while not (
+            messenger.wait_once(predicate, end_s) or (end_s is not None and time.monotonic() >= end_s)
+        ):
+            messenger.poll()
 
     def _take_ready(self) -> Any:
         """What has arrived; a peer's next message is asked for when the one before is here, so poll while it helps."""
-        while not self._inbox and self._poll():
+        inbox = self._messenger.inbox
+        while not inbox and self._messenger.poll():
             pass
         self._raise_error()
-        return self._inbox.popleft() if self._inbox else None
+        return inbox.popleft() if inbox else None
 
     def _sleep(self, seconds: float) -> None:
         """Sleep between polls: messages arrive meanwhile, and only a transfer under way keeps the core."""
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0:
             self._raise_error()
-            if self._poll() or any(not op.passive for op in self.engine.outstanding):
+            if self._messenger.poll() or any(not op.passive for op in self.engine.outstanding):
                 yield_core()
             else:
                 time.sleep(min(left_s, LONG_SLEEP_S))
 
-    def _send(self, peer: _Peer, message: Message) -> None:
-        if peer.lost:
-            release(message)
-            return
-        if is_progress(message):
-            self._step = step_after(message, self._step)
-            self.on_step(self._step)
-        outgoing = encode(message, peer.num_sent)
-        peer.num_sent += 1
-        self._isend(outgoing.header, peer.rank, HEADER_TAG)
-        if outgoing.text:
-            self._isend(bytearray(outgoing.text), peer.rank, PAYLOAD_TAG)
-        for one in outgoing.payloads:
-            self._send_payload(peer, one)
-
-    def _send_payload(self, peer: _Peer, outgoing: OutgoingPayload) -> None:
-        payload: Any = outgoing.payload
-        message = message_of_wire(payload)
-        if self._tear_next:
-            message = payload.raw.clone()  # others may hold the payload
-            message[:8].zero_().sub_(1)
-            self._tear_next = False
-
-        def sent() -> None:
-            for _ in range(outgoing.num_holders):
-                payload.release()
-
-        self._isend(message, peer.rank, PAYLOAD_TAG, sent)
-
-    def _isend(self, buffer: Any, rank: int, tag: int, sent: Callable[[], None] = lambda: None) -> Op:
-        peer = self._peers[rank]
-        peer.num_unsent += 1
-
-        def on_done(op: Op) -> None:
-            peer.num_unsent -= 1
-            if op.error is not None:
-                self._fail(peer, op.error)
-            sent()
-
-        return self.engine.isend(buffer, rank, tag).then(on_done)
-
-    def _listen(self, peer: _Peer) -> None:
-        if self._is_over and not self._hears_late(peer):
-            return
-        op = self.engine.irecv(peer.header, peer.rank, HEADER_TAG, passive=True)
-        peer.listening = op
-        op.then(lambda op: self._on_header(peer, op))
-
-    def _listen_to_any(self) -> None:
-        if self._is_over and not any(self._hears_late(peer) for peer in self._peers.values()):
-            return
-        self._to_any = self.engine.irecv(self._any_header, MPI.ANY_SOURCE, HEADER_TAG, passive=True)
-        self._to_any.then(self._on_any_header)
-
-    def _on_any_header(self, op: Op) -> None:
-        if op.cancelled:
-            return
-        if op.error is not None:
-            self._error = self._error or op.error
-            return
-        header = bytearray(self._any_header)
-        self._listen_to_any()
-        peer = self._peers.get(op.source)
-        if peer is None:
-            self._error = self._error or WireError(f"rank {op.source} sends a message, and is no peer")
-        elif peer.receives:
-            peer.headers.append(header)
-        elif not peer.lost:
-            self._on_message(peer, header)
-
-    def _on_header(self, peer: _Peer, op: Op) -> None:
-        if op.cancelled:
-            return
-        if op.error is not None:
-            self._fail(peer, op.error)
-            return
-        self._on_message(peer, peer.header)
-
-    def _on_message(self, peer: _Peer, header: bytearray) -> None:
-        """Receive what the header announces."""
-        peer.receives = True
-        if self._late.seconds:
-            self._late.put(peer, header)
-        else:
-            self._receive_announced(peer, header)
-
-    def _receive_announced(self, peer: _Peer, header: bytearray) -> None:
-        if peer.lost:
-            return
-        try:
-            incoming = decode(header, peer.num_received, peer.rank)
-            peer.num_received += 1
-            if incoming.text_bytes:
-                self._receive_text(peer, incoming)
-            elif incoming.payload_bytes:
-                self._receive_payload(peer, incoming)
-            else:
-                self._arrived(peer, incoming.message())
-        except WireError as error:
-            self._error = self._error or error
-
-    def _receive_text(self, peer: _Peer, incoming: Incoming) -> None:
-        """The text, and then the payload, where there is one too."""
-        text = bytearray(incoming.text_bytes)
-
-        def unpack() -> Message | None:
-            if incoming.kind == Kind.BUNDLE:
-                self._receive_entries(peer, incoming, *unpack_entries(text, peer.rank))
-                return None
-            if not incoming.payload_bytes:
-                return incoming.message(text.decode())
-            self._receive_payload(peer, incoming, text.decode())
-            return None
-
-        op = self.engine.irecv(text, peer.rank, PAYLOAD_TAG)
-        op.then(lambda op: self._checked(peer, op, incoming.text_bytes, unpack))
-
-    def _receive_entries(
-        self, peer: _Peer, bundle: Incoming, entries: list[IncomingEntry], holders: list[list[IncomingEntry]]
-    ) -> None:
-        """The payloads of a bundle, which several of its entries may hold."""
-        payloads: dict[int, Any] = {}
-
-        def complete() -> Message:
-            return bundle.message(entries=tuple([entry.complete(payloads) for entry in entries]))
-
-        def unpack(number: int, wire_buffer: Any) -> Message | None:
-            for _ in holders[number][1:]:
-                wire_buffer.hold()
-            payloads[number] = wire_buffer
-            return complete() if len(payloads) == len(holders) else None
-
-        for number, (first, *_) in enumerate(holders):
-            self._receive_into(peer, first.source, first.incoming, functools.partial(unpack, number))
-        if not holders:
-            self._arrived(peer, complete())
-
-    def _receive_payload(self, peer: _Peer, incoming: Incoming, text: str = "") -> None:
-        self._receive_into(peer, peer.rank, incoming, lambda wire_buffer: incoming.message(text, wire_buffer))
-
-    def _receive_into(
-        self, peer: _Peer, source: int, incoming: Incoming, message_of: Callable[[Any], Message | None]
-    ) -> None:
-        """Receive the payload of a message that rank `source` has sent, by way of `peer`."""
-        num_bytes, stamp = incoming.payload_bytes, incoming.stamp
-        wire_buffer = self.buffer_for(source, incoming.kind)
-        if not wire_buffer.fit(num_bytes):
-            raise WireError(
-                f"rank {peer.rank} announces {num_bytes} bytes for a shard of {wire_buffer.num_bytes}: "
-                "other model or sharding?"
-            )
-
-        def unpack() -> Message | None:
-            if wire_buffer.stamps() != (stamp, stamp):
-                raise WireError(
-                    f"payload of rank {peer.rank} is torn: stamps {wire_buffer.stamps()}, expected "
-                    f"{stamp} at both ends"
-                )
-            return message_of(wire_buffer)
-
-        self.engine.irecv(message_of_wire(wire_buffer), peer.rank, PAYLOAD_TAG).then(
-            lambda op: self._checked(peer, op, num_bytes, unpack)
-        )
-
-    def _checked(self, peer: _Peer, op: Op, num_bytes: int, unpack: Callable[[], Message | None]) -> None:
-        error = op.error
-        if error is None and op.status_bytes != num_bytes:
-            error = WireError(f"rank {peer.rank} announced {num_bytes} bytes and sent {op.status_bytes}")
-        if error is None:
-            try:
-                if (message := unpack()) is not None:
-                    self._arrived(peer, message)
-                return
-            except WireError as failure:
-                error = failure
-        assert error is not None
-        self._fail(peer, error)
-
-    def _fail(self, peer: _Peer, error: BaseException) -> None:
-        """The role gets one message about a dead peer that may die; every other error ends the role."""
-        if peer.lost:
-            return
-        if peer.rank in self._ends.may_die and is_dead_peer(error):
-            peer.lost = True
-            self._inbox.append((peer.rank, Lost()))
-        else:
-            self._error = self._error or error
-
-    def _forget(self, peer: _Peer, listen: bool) -> None:
-        if listen:
-            peer.given_up = True
-            self.engine.make_passive(peer.rank)
-        if listen or peer.lost:
-            return
-        peer.lost = True
-        if peer.listening is not None and not peer.listening.done:
-            with contextlib.suppress(MPI.Exception):  # it has died meanwhile, and MPI has dropped the receive
-                self.engine.cancel(peer.listening)
-
-    def _arrived(self, peer: _Peer, message: Message) -> None:
-        peer.receives = False
-        if not peer.lost:
-            if self._is_over and self._hears_late(peer):
-                assert self._answer_late is not None
-                drive(self._answer_late(peer.rank, message), self._answer)
-            else:
-                self._inbox.append((peer.rank, message))
-            if self._to_any is None:
-                self._listen(peer)
-            elif peer.headers:
-                self._on_message(peer, peer.headers.popleft())
-        else:
-            release(message)
-
     def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._messenger.error is not None:
+            raise self._messenger.error
 
     def _leave(self) -> None:
-        """Wait until everything that was sent has left, then withdraw the receives. One that a message has come for
-        meanwhile is not posted again: it would take the messages of the next world in this process."""
-        awaited = [peer for peer in self._peers.values() if not peer.given_up]
-        self._wait(
-            lambda: not self._late and not any(one.num_unsent for one in awaited if not one.lost),
-            self._ends.leave_s,
-        )
+        """Wait until everything that was sent has left, then withdraw the receives."""
+        self._wait(self._messenger.has_left, self._ends.leave_s)
         self._raise_error()
-        self._is_over = True
-        self._withdraw([peer for peer in self._peers.values() if not self._hears_late(peer)])
-        while (
-            self._inbox and self._answer_late is not None
-        ):  # has come of one that was given up, as the role ended
-            source, message = self._inbox.popleft()
-            if self._hears_late(self._peers[source]):
-                drive(self._answer_late(source, message), self._answer)
+        self._messenger.end()
 
-    def _hears_late(self, peer: _Peer) -> bool:
-        """Whether this rank, whose role is over, is still there for `peer`."""
-        return self._answer_late is not None and peer.given_up and not peer.lost
+    def _answer_late(self, source: int, message: Message) -> None:
+        """Answer one that was given up, and speaks after the role has ended."""
+        assert self._ends.answer_late is not None
+        drive(self._ends.answer_late(source, message), self._answer)
 
     def close(self) -> None:
         """Nobody is answered any more."""
-        self._answer_late = None
-        self._withdraw(list(self._peers.values()))
-
-    def _withdraw(self, peers: list[_Peer]) -> None:
-        listening = [peer.listening for peer in peers if peer.listening is not None and not peer.lost]
-        if self._to_any is not None and not any(self._hears_late(peer) for peer in self._peers.values()):
-            listening.append(self._to_any)
-        for op in listening:
-            if not op.done:
-                self.engine.cancel(op)
-        with contextlib.suppress(TimeoutError):  # what MPI does not give back is named when the engine stops
-            self.engine.wait_any(lambda: all(op.done for op in listening), self._ends.leave_s)
+        self._messenger.close()

@@ -8,10 +8,10 @@ Two messages more than an eager one, and both ranks have to call MPI: one that c
 others wait. (Rashti and Afsahi, "Improving communication progress and overlap in MPI rendezvous protocol over
 RDMA-enabled interconnects", 2008.) Data that have set out travel by themselves, as they do out of a socket's buffers.
 
-Invariants: messages between two ranks keep their order, for `mpi/world.py` looks at a header when the message before it
-is there as a whole. A clear to send queues at links like any other bytes: where a law serves messages first come, first
-served, it waits behind the data that its sender has begun to send. Nothing here knows a clock; the world hands in what
-takes time.
+Invariants: messages between two ranks keep their order, for `mpi/messenger.py` looks at a header when the message
+before it is there as a whole. A clear to send queues at links like any other bytes: where a law serves messages first
+come, first served, it waits behind the data that its sender has begun to send. Nothing here knows a clock; the world
+hands in what takes time.
 """
 
 from __future__ import annotations

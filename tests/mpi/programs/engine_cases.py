@@ -438,7 +438,8 @@ def case_one_receive_listens_to_all_peers_and_messages_of_each_keep_their_order(
     without dead ranks every peer has a receive of its own."""
     heard = []
     buffers = lambda source, kind: FixedBuffer(400_000, torch.float32)  # noqa: E731
-    world = MpiWorld(rt.engine, tuple(one for one in range(rt.size) if one != rt.rank), buffers)
+    peers = tuple(one for one in range(rt.size) if one != rt.rank)
+    world = MpiWorld(rt.engine, peers, buffers)
     if rt.rank != 0:
         world.run(sender_of(rt.rank))
     else:
@@ -451,12 +452,12 @@ def case_one_receive_listens_to_all_peers_and_messages_of_each_keep_their_order(
             ]
     assert not rt.engine.outstanding
     rt.barrier()
-    tolerant = MpiWorld(Engine(rt.comm, tolerant=True), world._peers, buffers)
+    tolerant = MpiWorld(Engine(rt.comm, tolerant=True), peers, buffers)
     tolerant.start()
     assert len(tolerant.engine.outstanding) == rt.size - 1
     tolerant.engine.stop()
     rt.barrier()
-    each = MpiWorld(Engine(rt.comm), world._peers, buffers)
+    each = MpiWorld(Engine(rt.comm), peers, buffers)
     each.engine.listens_to_each = True
     each.start()
     assert len(each.engine.outstanding) == rt.size - 1

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 import mpitrain as mt
+from mpitrain.mpi.messenger import PAYLOAD_TAG
 from mpitrain.mpi.operation import Op
 from mpitrain.mpi.runtime import start
-from mpitrain.mpi.world import PAYLOAD_TAG
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.values import parse
 from tests import toy
