@@ -614,7 +614,9 @@ def case_a_message_rings_its_receiver_and_its_arrival_the_sender(rt):
                 else:
                     dist.recv(tensor, 0)
                 assert tensor.eq(turn).all()
-                assert 1 in rings if rt.rank == 0 else rings.count(0) == (count > 5)
+                while rt.rank == 0 and 1 not in rings:  # a copy is posted late
+                    os.sched_yield()
+                assert rt.rank == 0 or rings.count(0) == (count > 5)
                 dist.barrier(group=pair)
             # whoever waits looks now and then, and may see a message before it is rung
             assert rt.rank or count > 5 or num_rung > 20, num_rung
