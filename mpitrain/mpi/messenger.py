@@ -6,7 +6,8 @@ ANY_SOURCE: a dead peer must be tellable), and every completion is looked for am
 library does not keep to ANY_SOURCE (`runtime.py`). Everywhere else one receive listens to all peers, so that a
 completion costs as much among ten thousand peers as among two. What a header
 announces is then received into the wire buffer that `buffer_for` provides, and only after that the peer's next header
-is looked at, so messages of one peer keep their order. A payload whose length or whose stamps at the two ends are not
+is looked at, so messages of one peer keep their order. MPI counts in 31 bits, so a payload travels in pieces of
+`Messenger.piece_bytes`, which all ranks have in common. A payload whose length or whose stamps at the two ends are not
 what its header says is an error, never an update.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpitrain.errors import WireError
@@ -34,7 +35,7 @@ from mpitrain.mpi.message_header import (
     encode,
     unpack_entries,
 )
-from mpitrain.mpi.operation import Op, message_of_wire
+from mpitrain.mpi.operation import Op, message_of, messages_of_wire
 from mpitrain.system.launched.ranks import Ends
 
 HEADER_TAG, PAYLOAD_TAG = 11, 12
@@ -68,6 +69,8 @@ class Messenger:
         ends: of peers, and of the role.
         answer: `answer(source, message)` answers a given up peer that speaks after the role has ended.
     """
+
+    piece_bytes = 1 << 30  # of a payload, in one message of MPI
 
     def __init__(
         self,
@@ -133,17 +136,23 @@ class Messenger:
 
     def _send_payload(self, peer: Peer, outgoing: OutgoingPayload) -> None:
         payload: Any = outgoing.payload
-        message = message_of_wire(payload)
+        pieces = messages_of_wire(payload, self.piece_bytes)
         if self.tear_next:
-            message = payload.raw.clone()  # others may hold the payload
-            message[:8].zero_().sub_(1)
+            torn = payload.raw.clone()  # others may hold the payload
+            torn[:8].zero_().sub_(1)
+            pieces = [message_of(one) for one in torn.split(self.piece_bytes)]
             self.tear_next = False
+        num_left = len(pieces)
 
         def sent() -> None:
-            for _ in range(outgoing.num_holders):
-                payload.release()
+            nonlocal num_left
+            num_left -= 1
+            if num_left == 0:
+                for _ in range(outgoing.num_holders):
+                    payload.release()
 
-        self._isend(message, peer.rank, PAYLOAD_TAG, sent)
+        for piece in pieces:
+            self._isend(piece, peer.rank, PAYLOAD_TAG, sent)
 
     def _isend(self, buffer: Any, rank: int, tag: int, sent: Callable[[], None] = lambda: None) -> Op:
         peer = self._peers[rank]
@@ -230,8 +239,7 @@ class Messenger:
             self._receive_payload(peer, incoming, text.decode())
             return None
 
-        op = self.engine.irecv(text, peer.rank, PAYLOAD_TAG)
-        op.then(lambda op: self._checked(peer, op, incoming.text_bytes, unpack))
+        self._receive_pieces(peer, [text], incoming.text_bytes, unpack)
 
     def _receive_entries(
         self, peer: Peer, bundle: Incoming, entries: list[IncomingEntry], holders: list[list[IncomingEntry]]
@@ -276,14 +284,34 @@ class Messenger:
                 )
             return message_of(wire_buffer)
 
-        self.engine.irecv(message_of_wire(wire_buffer), peer.rank, PAYLOAD_TAG).then(
-            lambda op: self._checked(peer, op, num_bytes, unpack)
-        )
+        self._receive_pieces(peer, messages_of_wire(wire_buffer, self.piece_bytes), num_bytes, unpack)
 
-    def _checked(self, peer: Peer, op: Op, num_bytes: int, unpack: Callable[[], Message | None]) -> None:
-        error = op.error
-        if error is None and op.status_bytes != num_bytes:
-            error = WireError(f"rank {peer.rank} announced {num_bytes} bytes and sent {op.status_bytes}")
+    def _receive_pieces(
+        self, peer: Peer, pieces: Sequence[Any], num_bytes: int, unpack: Callable[[], Message | None]
+    ) -> None:
+        """Receive what comes in so many messages of MPI, and `unpack` it when it is whole."""
+        num_left, received_bytes = len(pieces), 0
+
+        def on_done(op: Op) -> None:
+            nonlocal num_left, received_bytes
+            num_left -= 1
+            received_bytes += op.status_bytes
+            if op.error is not None or num_left == 0:
+                self._checked(peer, op.error, received_bytes, num_bytes, unpack)
+
+        for piece in pieces:
+            self.engine.irecv(piece, peer.rank, PAYLOAD_TAG).then(on_done)
+
+    def _checked(
+        self,
+        peer: Peer,
+        error: BaseException | None,
+        received_bytes: int,
+        num_bytes: int,
+        unpack: Callable[[], Message | None],
+    ) -> None:
+        if error is None and received_bytes != num_bytes:
+            error = WireError(f"rank {peer.rank} announced {num_bytes} bytes and sent {received_bytes}")
         if error is None:
             try:
                 if (message := unpack()) is not None:

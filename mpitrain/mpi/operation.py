@@ -4,7 +4,7 @@ Invariants: only the polling thread completes an Op; every thread may look at it
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -82,8 +82,10 @@ def message_of(buffer: Any) -> Any:
     return as_buffer(buffer)
 
 
-def message_of_wire(wire_buffer: Any) -> Any:
-    """That for all bytes of a wire buffer, made once."""
+def messages_of_wire(wire_buffer: Any, piece_bytes: int) -> Sequence[Any]:
+    """Those for all bytes of a wire buffer, each of at most so many bytes; a single one is made once."""
+    if wire_buffer.num_bytes > piece_bytes:
+        return [message_of(piece) for piece in wire_buffer.raw.split(piece_bytes)]
     if wire_buffer.message is None:
         wire_buffer.message = message_of(wire_buffer.raw)
-    return wire_buffer.message
+    return (wire_buffer.message,)
