@@ -3,6 +3,8 @@
 import mpitrain as mt
 from tests import toy
 
+PIECE_BYTES = 64  # in which both average
+
 EXACT = toy.DYADIC["linear in float32"] | {
     "epochs": 1,
     "batch_size": 2,

@@ -7,10 +7,11 @@ import torch
 from safetensors.torch import load_file
 
 from mpitrain import simulate
+from mpitrain.training.local_sgd.averager import Averager
 from mpitrain.training.measure import same_model
 from tests import toy
 from tests.mpi.cases import assert_passed, case_names, launch
-from tests.mpi.simulated import NEARLY, RUNS, TOGETHER
+from tests.mpi.simulated import NEARLY, PIECE_BYTES, RUNS, TOGETHER
 from tests.sampling import asked_for, sampled
 
 
@@ -35,7 +36,9 @@ def test_case(ranks, case):
 
 
 @pytest.mark.parametrize("name", sampled(RUNS, SAMPLE))
-def test_a_simulation_makes_the_same_bits(ranks, out, tmp_path, name):
+def test_a_simulation_makes_the_same_bits(ranks, out, tmp_path, name, monkeypatch):
+    """Both average in pieces of a few numbers each."""
+    monkeypatch.setattr(Averager, "piece_bytes", PIECE_BYTES)
     strategy, changes = RUNS[name]
     virtual = simulate(toy.make_job(**changes), strategy, workers=4, run_dir=str(tmp_path), quiet=True)
     real = json.loads((out / f"simulated-{name}" / "result.json").read_text())

@@ -6,6 +6,7 @@ import torch
 from mpitrain import Average, DiLoCo, LocalSGD, SlowMo
 from mpitrain.errors import UsageError
 from mpitrain.model.optimizers.outer_optimizer import OuterOptimizer
+from mpitrain.model.pieces import cut
 from mpitrain.values import parse
 
 
@@ -63,11 +64,18 @@ def path(outer, targets, rates):
     """x after each round, all workers having been pulled to `targets[k]` in round k."""
     optimizer, x, found = OuterOptimizer(outer), torch.zeros(3, dtype=torch.float64), []
     for target, rate in zip(targets, rates, strict=True):
-        mean = target.clone()
-        (x,) = optimizer.step([mean], [x - target], [rate])
-        x = x.clone()
+        x = step(optimizer, x, target, rate)
         found.append(x)
     return found
+
+
+def step(optimizer, x, target, rate):
+    """x after the next outer step, whose xbar is `target`, taken in two pieces."""
+    mean = target.clone()
+    optimizer.begin([x], [rate])
+    for piece in cut([x], piece_bytes=16):
+        optimizer.move(piece, piece.of([mean]), piece.of([x - target]))
+    return mean
 
 
 TARGETS = list(torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
@@ -105,5 +113,5 @@ def test_a_restored_outer_optimizer_goes_on_to_the_bit():
         if number == 3:
             state, first = first.state(), OuterOptimizer(SlowMo(0.6))
             first.restore(state)
-        (x,) = first.step([target.clone()], [x - target], [0.1])
+        x = step(first, x, target, 0.1)
         assert torch.equal(x, whole[number])

@@ -14,50 +14,54 @@ from typing import Any
 
 import torch
 
+from mpitrain.model.pieces import Piece
 from mpitrain.strategies.local_sgd import DiLoCo, Outer, SlowMo
 
 
 class OuterOptimizer:
-    """The outer optimizer's velocity; one tensor a parameter, empty before the first step."""
+    """The outer optimizer's velocity; one tensor a parameter, none before the first step.
+
+    A step is made with `begin`, and with `move` for every piece of the parameters.
+    """
 
     def __init__(self, outer: Outer):
         self.outer = outer
         self.velocity: list[torch.Tensor] = []
         self.rates: list[float] = []
+        self._factors: list[float] = []  # of the step under way: what remains of each velocity
 
     @torch.no_grad()
-    def step(
-        self, means: list[torch.Tensor], differences: list[torch.Tensor], rates: list[float]
-    ) -> list[torch.Tensor]:
-        """x of each parameter, from xbar and d (both may be changed); `rates`: the workers' eta of each."""
+    def begin(self, parameters: list[torch.Tensor], rates: list[float]) -> None:
+        """A step of these parameters begins; `rates`: the workers' eta of each."""
         outer = self.outer
         if isinstance(outer, DiLoCo):
-            self._accelerate([outer.momentum] * len(rates), differences)
-            momentum, rate, moved = outer.momentum, outer.rate, self.velocity
+            self._factors = [outer.momentum] * len(rates)
         elif isinstance(outer, SlowMo):
-            before = self.rates or rates
-            grown = [
-                outer.beta * (now / then if then else 1.0) for now, then in zip(rates, before, strict=True)
-            ]
-            kept = [velocity * factor for velocity, factor in zip(self.velocity, grown, strict=False)]
-            self._accelerate(grown, differences)
+            pairs = zip(rates, self.rates or rates, strict=True)
+            self._factors = [outer.beta * (now / then if then else 1.0) for now, then in pairs]
             self.rates = list(rates)
-            momentum, rate, moved = 1.0, outer.rate, kept
         else:
-            return means
-        for index, (mean, difference) in enumerate(zip(means, differences, strict=True)):
-            if rate != 1.0:
-                mean.add_(difference, alpha=1.0 - rate)
-            if moved and momentum:
-                mean.sub_(moved[index], alpha=rate * momentum)
-        return means
-
-    def _accelerate(self, factors: list[float], differences: list[torch.Tensor]) -> None:
-        if not self.velocity:
-            self.velocity = [difference.clone() for difference in differences]
             return
-        for velocity, factor, difference in zip(self.velocity, factors, differences, strict=True):
-            velocity.mul_(factor).add_(difference)
+        self.velocity = self.velocity or [torch.zeros_like(parameter) for parameter in parameters]
+
+    @torch.no_grad()
+    def move(self, piece: Piece, means: list[torch.Tensor], differences: list[torch.Tensor]) -> None:
+        """xbar of each tensor of a piece becomes x, by its d."""
+        outer = self.outer
+        if not isinstance(outer, DiLoCo | SlowMo):
+            return
+        several = zip(means, differences, piece.of(self.velocity), piece.pick(self._factors), strict=True)
+        for mean, difference, velocity, factor in several:
+            velocity.mul_(factor)
+            if outer.rate != 1.0:
+                mean.add_(difference, alpha=1.0 - outer.rate)
+            if isinstance(outer, SlowMo):
+                mean.sub_(velocity, alpha=outer.rate)
+                velocity.add_(difference)
+                continue
+            velocity.add_(difference)
+            if outer.momentum:
+                mean.sub_(velocity, alpha=outer.rate * outer.momentum)
 
     def state(self) -> dict[str, Any]:
         """Velocities (copies) and the rates they belong to."""

@@ -24,7 +24,7 @@ from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.local_sgd.averager import Ask, Averager
 from mpitrain.training.local_sgd.joint_replica import replica_of
-from mpitrain.training.local_sgd.means import CASTS, by_kind, equal_parts
+from mpitrain.training.local_sgd.means import CASTS, by_kind, equal_parts, name_of_piece
 from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.measure import build_optimizer, read_nothing_ahead
 from mpitrain.training.recipe import recipe_of
@@ -104,11 +104,11 @@ class MeansInOneProcess:
             return [[row for ask in asks for row in ask.part or ()], *([[]] * (len(asks) - 1))]
         if first.first:
             return [[tensor.clone() for tensor in first.tensors] for _ in asks]
-        means = self.means_of([ask.tensors for ask in asks], first.full, first.counted)
+        means = self.means_of([ask.tensors for ask in asks], first.full, first.counted, first.piece)
         return [[mean.clone() for mean in means] for _ in asks]
 
     def means_of(
-        self, everybody: list[list[torch.Tensor]], full: bool = False, counted: bool = True
+        self, everybody: list[list[torch.Tensor]], full: bool = False, counted: bool = True, piece: int = 0
     ) -> list[torch.Tensor]:
         """The mean of each tensor, of which every rank has brought one; sums are taken in rank order."""
         means: list[torch.Tensor] = [torch.empty(0)] * len(everybody[0])
@@ -116,7 +116,7 @@ class MeansInOneProcess:
             flats = [torch.cat([one[index].detach().reshape(-1) for index in indices]) for one in everybody]
             wire = "full" if full else self.wire
             flat = (
-                self._eight_bits(name, flats)
+                self._eight_bits(name_of_piece(name, piece), flats)
                 if wire == "int8"
                 else self._mean(flats, CASTS.get(wire), counted)
             )

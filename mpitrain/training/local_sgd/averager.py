@@ -7,7 +7,8 @@ MPI each question is a collective, and in a simulation one process answers the q
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+import math
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from mpitrain.effects import drive
 from mpitrain.model.in_place import held_alike
 from mpitrain.model.optimizers.outer_optimizer import OuterOptimizer
+from mpitrain.model.pieces import PIECE_BYTES, cut
 from mpitrain.model.wire.flat import trainable
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.local_sgd.means import Means
@@ -26,12 +28,14 @@ from mpitrain.training.validations.validation import Part
 
 class Ask(NamedTuple):
     """A question to all ranks, answered with the mean of everybody's `tensors` (unrounded where `full`), or, where
-    there are `numbers`, with everybody's, one row a rank. `counted`: its bytes are those of an averaging. `first`: not
-    the mean, but the first rank's tensors. `part`: of a validation; answered, on the first rank, with everybody's."""
+    there are `numbers`, with everybody's, one row a rank. `counted`: its bytes are those of an averaging; `piece`: of
+    the parameters, by number. `first`: not the mean, but the first rank's tensors. `part`: of a validation; answered,
+    on the first rank, with everybody's."""
 
     tensors: list[torch.Tensor] = []
     full: bool = False
     counted: bool = True
+    piece: int = 0
     numbers: tuple[int, ...] = ()
     first: bool = False
     part: Part | None = None
@@ -62,6 +66,8 @@ class Averager:
         means: what takes means and counts bytes; by default over `collectives`.
         collectives: of the workers, by default all ranks.
     """
+
+    piece_bytes = PIECE_BYTES  # of what is averaged at once
 
     def __init__(
         self,
@@ -126,18 +132,24 @@ class Averager:
         if ask.first:
             return self.collectives.from_first(ask.tensors)
         assert isinstance(self.means, Means)
-        return self.means.means_of(ask.tensors, ask.full, ask.counted)
+        return self.means.means_of(ask.tensors, ask.full, ask.counted, ask.piece)
 
     @torch.no_grad()
     def rounds(self) -> Asking:
         """`average`, with its questions left to whoever runs it."""
-        means, differences = yield from self._mean_and_difference()
-        self.drift = _distance(self.parameters, means)
         rates = [float(self.optimizer.param_groups[index]["lr"]) for index in self._groups]
-        new = self.outer.step(means, differences, rates)
-        torch._foreach_copy_(self.parameters, new)
-        if self._anchor:
-            torch._foreach_copy_(self._anchor, self.parameters)
+        self.outer.begin(self.parameters, rates)
+        apart, size = 0.0, 0.0  # squares of distances and of means
+        for number, piece in enumerate(cut(self.parameters, self.piece_bytes)):
+            own, anchor = piece.of(self.parameters), piece.of(self._anchor) if self._anchor else []
+            means, differences = yield from self._mean_and_difference(number, own, anchor)
+            size += _squares(means)
+            apart += _squares(torch._foreach_sub(own, means))
+            self.outer.move(piece, means, differences)
+            torch._foreach_copy_(own, means)
+            if anchor:
+                torch._foreach_copy_(anchor, own)
+        self.drift = math.sqrt(apart / size) if size else 0.0
         if self.strategy.average_buffers:
             yield from self._into(floating(self.module.buffers()))
         if self.strategy.average_optimizer:
@@ -145,16 +157,20 @@ class Averager:
         self.strategy.on_average(self.memory)
         self.num_averagings += 1
 
-    def _mean_and_difference(self) -> Asking:
+    def _mean_and_difference(
+        self, number: int, own: list[torch.Tensor], anchor: list[torch.Tensor]
+    ) -> Asking:
+        """Of the piece of that number: xbar, and x0 - xbar where there is an outer step or a wire."""
         if self.strategy.wire == "full":
-            means = yield Ask(self.parameters)
-            return means, list(torch._foreach_sub(self._anchor, means)) if self._anchor else []
-        differences = yield Ask(list(torch._foreach_sub(self._anchor, self.parameters)))
-        return list(torch._foreach_sub(self._anchor, differences)), differences
+            means = yield Ask(own)
+            return means, list(torch._foreach_sub(anchor, means)) if anchor else []
+        differences = yield Ask(list(torch._foreach_sub(anchor, own)), piece=number)
+        return list(torch._foreach_sub(anchor, differences)), differences
 
     def _into(self, tensors: list[torch.Tensor]) -> Asking:
-        if tensors:
-            torch._foreach_copy_(tensors, (yield Ask(tensors, full=True)))
+        for piece in cut(tensors, self.piece_bytes):
+            part = piece.of(tensors)
+            torch._foreach_copy_(part, (yield Ask(part, full=True)))
 
     def _average_optimizer(self) -> Asking:
         """A worker that has not stepped yet has no momenta; then none are averaged this time."""
@@ -218,8 +234,6 @@ def floating(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
-def _distance(tensors: list[Any], means: list[torch.Tensor]) -> float:
-    """|x - xbar| / |xbar|, Euclidean over all tensors."""
-    apart = torch.stack(torch._foreach_norm(torch._foreach_sub(list(tensors), means)))
-    size = float(torch.stack(torch._foreach_norm(means)).norm())
-    return float(apart.norm()) / size if size else 0.0
+def _squares(tensors: Sequence[torch.Tensor]) -> float:
+    """The square of the Euclidean norm over all tensors."""
+    return float(torch.stack(torch._foreach_norm(list(tensors))).double().square().sum())

@@ -39,10 +39,11 @@ class Means:
 
     @torch.no_grad()
     def means_of(
-        self, tensors: list[torch.Tensor], full: bool = False, counted: bool = True
+        self, tensors: list[torch.Tensor], full: bool = False, counted: bool = True, piece: int = 0
     ) -> list[torch.Tensor]:
         """The mean of each tensor; new tensors. All ranks pass the same shapes and dtypes. `full`: unrounded;
-        `counted`: its bytes are added to `sent_bytes`."""
+        `counted`: its bytes are added to `sent_bytes`; `piece`: which of the parameters' pieces they are, to each of
+        which belongs what was rounded off of it."""
         sent_bytes = self.sent_bytes
         means: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
         for name, indices in by_kind(tensors).items():
@@ -50,7 +51,7 @@ class Means:
             if full or self.wire == "full":
                 self._reduce(flat)
             elif self.wire == "int8":
-                flat = self._eight_bits(name, flat)
+                flat = self._eight_bits(name_of_piece(name, piece), flat)
             else:
                 began_s = time.perf_counter()
                 with trace.span("cast", trace.CODEC):
@@ -107,6 +108,11 @@ def _restored(state: dict[str, Any]) -> EightBitEncoder:
     encoder = EightBitEncoder(dense_below=0)
     encoder.restore(state)
     return encoder
+
+
+def name_of_piece(kind: str, number: int) -> str:
+    """By which what is rounded off of a piece's tensors of one kind is known."""
+    return f"{kind} {number}" if number else kind
 
 
 def by_kind(tensors: Iterable[torch.Tensor]) -> dict[str, list[int]]:

@@ -198,9 +198,12 @@ class LocalReplica(Stepper):
     @torch.no_grad()
     def _take_mean(self) -> Asking:
         parameters, buffers = self.averager.parameters, self._buffers()
-        mean = (yield Ask(parameters, full=True)) if self.averager.is_apart else [*parameters]
+        if self.averager.is_apart:
+            mean = yield Ask(parameters, full=True)
+        else:
+            mean = [parameter.detach().clone() for parameter in parameters]
         firsts = (yield Ask(buffers, first=True)) if buffers else []
-        self._mean = [tensor.detach().clone() for tensor in mean] + firsts
+        self._mean = mean + firsts
 
     def _gather(self) -> Asking:
         self._observed = yield Ask(part=self._observed)

@@ -15,7 +15,9 @@ from mpitrain.training.local_sgd.means import Means
 from mpitrain.training.synchronous.collectives import GroupCollectives
 from tests import toy
 from tests.mpi.cases import run_cases
-from tests.mpi.simulated import RUNS, TOGETHER
+from tests.mpi.simulated import PIECE_BYTES, RUNS, TOGETHER
+
+Averager.piece_bytes = PIECE_BYTES
 
 OUT = Path(os.environ["AVERAGING_OUT"])
 
