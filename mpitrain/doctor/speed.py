@@ -1,5 +1,7 @@
 """How fast this node is: a second of matrix products, of copies in memory, and of writing to and reading from its disk.
 
+New memory is timed beside it, in pages of both sizes.
+
 Invariants: the best of many rounds counts, because other load can only make a round slower; the median beside it says
 how much there was. Nothing is judged here. A node is slow only beside others of its kind (`judge.slow_nodes`).
 Nothing takes a large part of memory or disk.
@@ -7,6 +9,8 @@ Nothing takes a large part of memory or disk.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 import statistics
 import tempfile
@@ -16,10 +20,11 @@ from collections.abc import Callable
 from mpitrain.doctor.checks import Seen, Wanted, directory
 from mpitrain.doctor.cores import share_throttled, throttled_periods
 from mpitrain.doctor.judge import FIGURES, told
-from mpitrain.system.memory import available_bytes
+from mpitrain.system.memory import available_bytes, huge_pages
 
 _SIDE = 1024  # of the matrices: 2 GFLOP a product
 _COPIED_BYTES = 2**28  # larger than a processor's caches
+_NEW_BYTES, _PRIVATE = 2**26, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _BLOCK_BYTES = 2**24
 _MOST_DISK_BYTES = 2**30
 
@@ -37,6 +42,7 @@ def check_speed(wanted: Wanted) -> Seen:
         f"{FIGURES[name].label} {told(name, best[name])} (median {told(name, statistics.median(values))})"
         for name, values in rates.items()
     ]
+    texts.append(_new_memory(wanted.speed_s))
     if held := share_throttled(before, throttled_periods()):
         texts.append(f"its control group held it up in {held:.0%} of the time slices")
     return Seen(", ".join(texts), best)
@@ -72,6 +78,25 @@ def _memory(seconds: float) -> list[float]:
     size = int(max(2**20, min(_COPIED_BYTES, available_bytes(1) / 16)))
     source, target = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     return [2 * size / s / 1e9 for s in times(lambda: target.copy_(source), seconds)]
+
+
+def _new_memory(seconds: float) -> str:
+    """How fast the kernel hands out memory, which large tensors need anew again and again, in small and in huge pages;
+    with who is given huge ones."""
+    gb_per_s = []
+    for advice in (mmap.MADV_NOHUGEPAGE, mmap.MADV_HUGEPAGE):
+
+        def touch(advice: int = advice) -> None:
+            with mmap.mmap(-1, _NEW_BYTES, flags=_PRIVATE) as memory:
+                with contextlib.suppress(OSError):  # a kernel without huge pages
+                    memory.madvise(advice)
+                memory[:: mmap.PAGESIZE] = bytes(len(memory) // mmap.PAGESIZE)
+
+        gb_per_s.append(_NEW_BYTES / best_s(touch, seconds / 4) / 1e9)
+    setting = huge_pages() or "not known"
+    way_out = ": steps of large models take longer" if setting == "never" else ""
+    small, huge = gb_per_s
+    return f"new memory {small:.1f} GB/s, asked for in huge pages {huge:.1f} (the kernel's setting: {setting}{way_out})"
 
 
 def _disk(folder: str, seconds: float) -> dict[str, list[float]]:

@@ -30,6 +30,7 @@ from mpitrain.system.files.run_directory import is_same_start, progress, read_js
 from mpitrain.system.launched.fault_levels import WITHOUT_ULFM
 from mpitrain.system.launched.launch_variables import allocated_hosts, launched_nodes
 from mpitrain.system.launched.transports import closed, over
+from mpitrain.system.memory import in_huge_pages
 from mpitrain.system.saying import tell
 
 # Any of these among the launcher's own arguments means that ranks may run on other hosts.
@@ -125,7 +126,7 @@ def launch_command(ask: Asked) -> tuple[list[str], dict[str, str]]:
     launcher, interface, host_args, environ = ask.launcher, ask.interface, ask.host_args, ask.environ
     num_ranks, fault_tolerance, program = str(ask.num_ranks), ask.fault_tolerance, ask.program
     _check_level(launcher, fault_tolerance)
-    env = over(interface) if interface else {}
+    env = (over(interface) if interface else {}) | in_huge_pages(environ)
     env |= _threads(ask) | ({"MPITRAIN_FT": fault_tolerance} if fault_tolerance != "none" else {})
     if launcher.flavour == "openmpi":
         options = _openmpi_options(ask, env)
@@ -224,7 +225,7 @@ def _openmpi_options(ask: Asked, env: Mapping[str, str]) -> list[str]:
         options += ["--with-ft", "ulfm"]
     if not ask.local:
         # Open MPI hands its own variables to other hosts and no others.
-        known = ("OMP_NUM_THREADS", "HDF5_USE_FILE_LOCKING")
+        known = ("GLIBC_TUNABLES", "OMP_NUM_THREADS", "HDF5_USE_FILE_LOCKING")
         mca = "--mca" if ask.launcher.before_5 else "--prtemca"
         options += [word for name, value in _KEEPALIVE.items() for word in (mca, name, value)]
         names = {*env, *(name for name in ask.environ if name in known or name.startswith("MPITRAIN_"))}

@@ -36,6 +36,7 @@ from mpitrain.system.launched import rank_status
 from mpitrain.system.launched.launch_variables import are_shared, node_key, own_cores, why_another_job
 from mpitrain.system.launched.node_map import node_indices
 from mpitrain.system.launched.ranks import Ranks
+from mpitrain.system.memory import ask_torch_for_huge_pages
 from mpitrain.system.saying import flush, tell
 
 # Where MPI reports no deaths: the longest wait for others at a collective, and of rank 0 for the last counts of a rank.
@@ -56,6 +57,7 @@ def start() -> Runtime:
     if _runtime is None:
         if why_not := why_another_job(MPI.COMM_WORLD.size):
             raise UsageError(why_not)
+        ask_torch_for_huge_pages()
         runtime = Runtime()
         runtime.connect()
         if runtime.rank == 0 and (line := torch_versions.untried()):

@@ -39,7 +39,7 @@ esac
 unset MPITRAIN_FT # heartbeat needs srun
 environment() { # Open MPI hands its own variables to other hosts and no others
     local name
-    for name in PATH LD_LIBRARY_PATH PYTHONPATH OMP_NUM_THREADS HDF5_USE_FILE_LOCKING ${!MPITRAIN_*}; do
+    for name in PATH LD_LIBRARY_PATH PYTHONPATH OMP_NUM_THREADS GLIBC_TUNABLES HDF5_USE_FILE_LOCKING ${!MPITRAIN_*}; do
         if [[ -v $name ]]; then printf '%s\\n' -x "$name"; fi
     done
 }

@@ -20,6 +20,9 @@ set -e
 source "$SITE"
 trap - ERR EXIT
 export SLURM_EXPORT_ENV=ALL # srun hands on what this file has set, also where sbatch --export=NONE is the site's way
+# large tensors lie in huge pages, on nodes that give them to who asks
+[[ ${GLIBC_TUNABLES:-} == *hugetlb* ]] ||
+    export GLIBC_TUNABLES=${GLIBC_TUNABLES:+$GLIBC_TUNABLES:}glibc.malloc.hugetlb=1
 set -euo pipefail
 ulimit -c 0 # many ranks' core files fill a file system
 MPITRAIN=("${CONTAINER[@]}" mpitrain)

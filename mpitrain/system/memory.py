@@ -1,4 +1,4 @@
-"""How much memory a process may still take, and where freed memory goes.
+"""How much memory a process may still take, where freed memory goes, and in which pages large tensors lie.
 
 Invariants: what cannot be found out limits nothing. Standard library only; Linux with glibc, and elsewhere nothing is
 done.
@@ -10,12 +10,15 @@ import ctypes
 import math
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mpitrain.system.control_groups import groups_around
 
 LARGE_BLOCK_BYTES = 2**20
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_TUNABLES, _HUGE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
+_TORCH_HUGE = "THP_MEM_ALLOC_ENABLE"
 _M_MMAP_THRESHOLD = -3
 _NAMES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -66,10 +69,33 @@ def give_large_blocks_back() -> bool:
     """From now on let memory of large tensors go back to the system when they are freed. By itself glibc keeps blocks
     of up to 32 MB, and small ones that live on fill the gaps, so that large ones need new memory again and again.
     It lasts until the process ends. False where the user has set this, or there is no such setting."""
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    tunables = os.environ.get(_TUNABLES, "")
     if "MALLOC_MMAP_THRESHOLD_" in os.environ or "glibc.malloc.mmap_threshold" in tunables:
         return False
     try:
         return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES))
     except (OSError, AttributeError):
         return False
+
+
+def in_huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
+    """What has glibc (2.35 and later) ask for huge pages, in a process that is to start with `environ`: large blocks
+    are mapped anew again and again, and the kernel clears each page at its first touch, of which there are 512 times
+    as many in pages of 4 KiB. Nothing where the user has set this."""
+    before = environ.get(_TUNABLES, "")
+    return {} if _HUGE in before else {_TUNABLES: ":".join(filter(None, (before, f"{_HUGE}=1")))}
+
+
+def ask_torch_for_huge_pages() -> None:
+    """The same for torch's own tensors of 2 MB and more, in a process that has started without: it heeds this where it
+    has made no tensor yet."""
+    if _HUGE not in os.environ.get(_TUNABLES, ""):
+        os.environ.setdefault(_TORCH_HUGE, "1")
+
+
+def huge_pages() -> str:
+    """Who is given huge pages on this machine: "always", "madvise" (who asks) or "never"; empty: not known."""
+    try:
+        return HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return ""

@@ -23,6 +23,9 @@ set -e
 # shellcheck source=/dev/null
 source "$SITE"
 trap - ERR EXIT
+# large tensors lie in huge pages, on nodes that give them to who asks
+[[ ${GLIBC_TUNABLES:-} == *hugetlb* ]] ||
+    export GLIBC_TUNABLES=${GLIBC_TUNABLES:+$GLIBC_TUNABLES:}glibc.malloc.hugetlb=1
 set -euo pipefail
 ulimit -c 0 # many ranks' core files fill a file system
 MPITRAIN=("${CONTAINER[@]}" mpitrain)
@@ -44,7 +47,7 @@ esac
 unset MPITRAIN_FT # heartbeat needs srun
 environment() { # Open MPI hands its own variables to other hosts and no others
     local name
-    for name in PATH LD_LIBRARY_PATH PYTHONPATH OMP_NUM_THREADS HDF5_USE_FILE_LOCKING ${!MPITRAIN_*}; do
+    for name in PATH LD_LIBRARY_PATH PYTHONPATH OMP_NUM_THREADS GLIBC_TUNABLES HDF5_USE_FILE_LOCKING ${!MPITRAIN_*}; do
         if [[ -v $name ]]; then printf '%s\n' -x "$name"; fi
     done
 }

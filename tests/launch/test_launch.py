@@ -40,6 +40,7 @@ def golden(launcher: Launcher, num_ranks: int, num_cores: int, **options: Any) -
     options.setdefault("environ", {})
     command, env = launch_command(Asked(launcher, num_ranks, ["PROG", "a b"], num_cores=num_cores, **options))
     assert command[-2:] == ["PROG", "a b"] and command[0] == launcher.path
+    assert env.pop("GLIBC_TUNABLES") == "glibc.malloc.hugetlb=1"
     return " ".join(command[1:-2]), env
 
 
@@ -128,7 +129,7 @@ def test_ranks_on_other_hosts_get_the_variables_and_no_guess_about_cores() -> No
     arguments, env = golden(
         OPENMPI, 8, 2, host_args=["--hostfile", "h"], fault_tolerance="ulfm", is_root=True, environ=environ
     )
-    exported = "-x MPITRAIN_FT -x MPITRAIN_GPU_BUFFERS -x OMP_NUM_THREADS"
+    exported = "-x GLIBC_TUNABLES -x MPITRAIN_FT -x MPITRAIN_GPU_BUFFERS -x OMP_NUM_THREADS"
     assert arguments == f"-n 8 --with-ft ulfm {KEEPALIVE} {exported} --hostfile h"
     assert env == {"MPITRAIN_FT": "ulfm", **ROOT}
 
@@ -146,7 +147,7 @@ def test_other_host_args_leave_the_host_this_one() -> None:
 
 def test_mpirun_inside_an_allocation_of_several_nodes_is_not_local() -> None:
     assert golden(OPENMPI, 4, 2, environ=IN_SLURM) == (
-        f"-n 4 {KEEPALIVE} -x OMP_NUM_THREADS",
+        f"-n 4 {KEEPALIVE} -x GLIBC_TUNABLES -x OMP_NUM_THREADS",
         {"OMP_NUM_THREADS": "8"},
     )
     assert (
@@ -182,7 +183,7 @@ def test_flux_and_pals_start_ranks_on_the_nodes_of_their_job(tmp_path: Path) -> 
         "cpu-affinity=per-task",
         "PROG",
     ]
-    assert env == {}  # this host's cores say nothing of the others
+    assert env.keys() == {"GLIBC_TUNABLES"}  # this host's cores say nothing of the others
     hosts = tmp_path / "nodes"
     hosts.write_text("n1\nn1\nn2\nn2\nn3\n")
     assert golden(PALS, 8, 2, environ={"PBS_NODEFILE": str(hosts)}) == ("-n 8 --ppn 3", {})

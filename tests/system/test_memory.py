@@ -1,6 +1,7 @@
 """What a process may still take, by each of the limits that there are."""
 
 import math
+import os
 import resource
 import subprocess
 import sys
@@ -66,6 +67,37 @@ def test_small_blocks_do_not_keep_large_ones():
     assert float(told.stdout) < 10_000
 
 
+FAULTS = """
+import resource, sys
+from mpitrain.system.memory import ask_torch_for_huge_pages
+if "torch" in sys.argv:
+    ask_torch_for_huge_pages()
+import torch
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    torch.empty(2**24).fill_(1)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(
+    memory.huge_pages() != "madvise", reason="the kernel gives huge pages to all, or to nobody"
+)
+def test_large_tensors_lie_in_huge_pages_where_that_is_asked_for():
+    def num_faults(*words, **environ):
+        command = [sys.executable, "-c", FAULTS, *words]
+        told = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environ)
+        return int(told.stdout)
+
+    plain = num_faults(GLIBC_TUNABLES="")
+    assert plain > 4 * 2**26 / 4096
+    assert num_faults(**memory.in_huge_pages({})) < plain / 4
+    assert num_faults("torch", GLIBC_TUNABLES="") < plain / 4
+
+
 def test_what_the_user_has_set_stays(monkeypatch):
+    before = {"GLIBC_TUNABLES": "glibc.malloc.check=1"}
+    assert memory.in_huge_pages(before) == {"GLIBC_TUNABLES": "glibc.malloc.check=1:glibc.malloc.hugetlb=1"}
+    assert memory.in_huge_pages({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}) == {}
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     assert not memory.give_large_blocks_back()
