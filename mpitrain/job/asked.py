@@ -86,7 +86,8 @@ ASKED: dict[str, Asked] = {
 
 
 def check(job: Job, overrides: Overrides, world: str, num_workers: int) -> None:
-    """Raise `UsageError` for what the job's strategy, or the world, cannot do of all that is asked for."""
+    """Raise `UsageError` for what the job's strategy, or the world, cannot do of all that is asked for, or
+    with so many workers."""
     strategy, run = job.strategy, Request(job, overrides, num_workers)
     assert isinstance(strategy, Strategy)
     for feature, one in ASKED.items():
@@ -100,3 +101,4 @@ def check(job: Job, overrides: Overrides, world: str, num_workers: int) -> None:
                     num_ranks=max(2, num_workers),
                 )
             )
+    strategy.check_workers(num_workers)

@@ -33,6 +33,8 @@ def curve(setting: Setting, conditions: Conditions, counts: list[int], batch: in
             "reason": name,
             "gain": gain,
         }
+        if setting.strategy is not None and (sends := setting.strategy.messages_to_workers(number)):
+            row |= {"messages": sends, "sent_bytes": sends * conditions.num_bytes}
         if number <= batch:
             divided = throughput(setting, conditions, number, batch / number)
             name, gain = reason(setting, conditions, number, batch / number)

@@ -145,7 +145,6 @@ def check_roles(job: Job, overrides: Overrides, nodes: tuple[int, ...], num_serv
     """
     strategy = job.run_strategy
     roles = assign(nodes, strategy.num_servers(), strategy.placement, num_server_nodes, strategy.aggregates)
-    strategy.check_workers(len(roles.workers))
     validate_run(job, overrides, len(roles.workers))
     return roles
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpitrain.simulation.measured_step import spread_text
-from mpitrain.system.sizes import significant, size_text
+from mpitrain.system.sizes import counted, significant, size_text
 
 WIDTH, _NAME, _COLUMN, _PER_ROW, _BEST = 80, 34, 9, 5, 8
 
@@ -29,6 +29,7 @@ def plan_text(plan: dict[str, Any]) -> str:
         "",
         *_intervals(plan),
         *_reasons(plan),
+        *messages(plan),
         "",
         "advice",
     ]
@@ -104,6 +105,18 @@ def _reasons(plan: dict[str, Any]) -> Iterator[str]:
         figures = f"{fit['sigma']:>8.4f}{fit['kappa']:>9.1e}" if fit else f"{'-':>8}{'-':>9}"
         at = curve["saturates_at"] or "-"
         yield f"  {_short(curve['strategy']):<{_NAME - 2}}{figures}{at:>10}  {curve['why']}"[:WIDTH]
+
+
+def messages(plan: dict[str, Any]) -> Iterator[str]:
+    """What a rank sends to other workers, where that is a message to each."""
+    for curve in plan["curves"]:
+        if curve["points"] and (number := curve["points"][-1].get("messages")):
+            point = curve["points"][-1]
+            sent = f"{counted(number, 'message')}, {size_text(point['sent_bytes'])}"
+            text = (
+                f"{curve['strategy']} on {point['workers']}: each rank sends {sent} a step, before any codec"
+            )
+            yield from _wrapped(text, 2)
 
 
 def _best(best: dict[str, Any]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
-from mpitrain.system.sizes import size_text
+from mpitrain.system.sizes import counted, size_text
 
 
 def describe_serverless(
@@ -97,12 +97,12 @@ def _decentralized(
     """What a peer sends and holds under a decentralised strategy, and whether allreduce would send less."""
     cost = None if strategy.codec.is_none else measure_codec(strategy.codec, module)
     message = num_bytes if cost is None else cost.message_bytes
-    near = strategy.receivers(0, number, 0)
-    sent, reduced = len(near) * message, 2 * (number - 1) / number * num_bytes
+    num_messages = strategy.messages_to_workers(number)
+    sent, reduced = num_messages * message, 2 * (number - 1) / number * num_bytes
     waits = (
         "waits for nobody" if strategy.asynchronous else f"waits for {len(strategy.senders(0, number, 0))}"
     )
-    sends = f"{size_text(message)} to each of {len(near)} peers, {size_text(sent)} sent per rank and step"
+    sends = f"{counted(num_messages, 'message')} of {size_text(message)}, {size_text(sent)} sent per rank and step"
     lines = [f"messages    {sends}; each {waits}"]
     if number > 1:
         ratio = sent / reduced

@@ -14,7 +14,7 @@ from mpitrain.simulation.base import VirtualRun
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.features import VIRTUAL, why_not
 from mpitrain.training.decentralized.builder import PeerBuilder
-from mpitrain.training.decentralized.run import summary
+from mpitrain.training.decentralized.run import cost, summary
 from mpitrain.training.measure import build_optimizer
 from mpitrain.training.validations.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.validations.measured_elsewhere import MeasuredByPeers
@@ -29,6 +29,7 @@ def simulate_peers(virtual: VirtualRun) -> dict[str, Any]:
     virtual.start_alike()
     log = virtual.log
     model = FlatModel(module, optimizer, 1, in_place_lost=why_not("changes in place", strategy, VIRTUAL))
+    log.event("exchange", **cost(strategy, number, model))
     with job.data.reader(virtual.catalogue, job.seed) as reader:
         measure = virtual.measure(module)
         replicas = [

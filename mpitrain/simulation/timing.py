@@ -119,6 +119,7 @@ class _Timing:
                 f"timing needs at least one worker and at most one for each of the {workload.num_samples} samples, "
                 f"got {number} workers"
             )
+        strategy.check_workers(number)
         check_workers(under.injections, number)
         self.strategy, self.workload, self.number, self.seed = strategy, workload, number, seed
         self.compute, self.network = compute, network
@@ -142,7 +143,6 @@ class _Timing:
 
     def over_servers(self, strategy: ServerStrategy) -> dict[str, Any]:
         """Servers and their workers."""
-        strategy.check_workers(self.number)
         load = self.workload
         ranks, _ = assign_workers(
             self.number, lambda size: self.network.nodes(size) or (0,) * size, strategy.num_servers(),

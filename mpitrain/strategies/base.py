@@ -240,6 +240,11 @@ class Strategy(Value):
         """How many of a step's samples one of so many workers computes at once, where a job says `part_samples`."""
         return part_samples
 
+    def messages_to_workers(self, num_workers: int) -> int:
+        """That each of so many workers sends to other workers a step; 0 where they meet in collectives, or at servers
+        alone."""
+        return 0
+
     def check_workers(self, num_workers: int) -> None:
         """Raise `UsageError` when so many workers, all in all, cannot run this strategy."""
 

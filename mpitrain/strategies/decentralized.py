@@ -24,6 +24,7 @@ from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.warmup import Warmup
 from mpitrain.values import register
 
+MOST_COMPLETE = 64  # peers that all tell one another, unless that is written out
 # ChocoSGD's gamma where none is given: numbers that all arrive, if rounded, let peers move the whole way
 SPARSE_GAMMA = 0.1
 
@@ -36,7 +37,8 @@ class Decentralized(Strategy):
     (with a codec).
 
     Args:
-        topology: "full", "ring", "torus" or "exponential" (`strategies/topology.py`).
+        topology: "full", "ring", "torus" or "exponential" (`strategies/topology.py`). Where it is left out it is
+            "full", in which each of N peers sends N - 1 messages a step, and more than 64 workers are refused.
         codec: what travels in place of float32 numbers.
         asynchronous: peers go on with what has arrived and never wait for one another, but at meetings.
         resync: every so many steps all peers meet and take the mean of their parameters, in full; 0 for only at the
@@ -46,7 +48,7 @@ class Decentralized(Strategy):
             numbers travel (in 32, 16 or 8 bits) and 0.1 otherwise. The fewer travel, the smaller it has to be.
     """
 
-    topology: str = "full"
+    topology: str | None = None
     codec: Codec = field(default=Uncompressed(), metadata={"kind": "codec"})
     asynchronous: bool = False
     resync: int = 0
@@ -59,7 +61,7 @@ class Decentralized(Strategy):
     steps_on_workers = True
 
     def check(self) -> None:
-        topology.check_topology(self.topology)
+        topology.check_topology(self.graph)
         if self.resync < 0:
             raise UsageError(f"decentralized: resync must not be negative, got {self.resync}; 0 is off")
         if not 0 <= self.gamma <= 1:
@@ -74,6 +76,22 @@ class Decentralized(Strategy):
                 'parameters; use topology="full", or the optimizer\'s momentum'
             )
 
+    def check_workers(self, num_workers: int) -> None:
+        if self.topology is None and num_workers > MOST_COMPLETE:
+            raise UsageError(
+                f"{self}: without a topology each of {num_workers} workers sends {num_workers - 1} messages a step, "
+                f"{num_workers * (num_workers - 1):,} in all: give one that scales, "
+                'topology="ring", "torus" or "exponential", or insist on it with topology="full"'
+            )
+
+    def messages_to_workers(self, num_workers: int) -> int:
+        return len(self.receivers(0, num_workers, 0))
+
+    @property
+    def graph(self) -> str:
+        """The topology in force."""
+        return self.topology or "full"
+
     @property
     def family(self) -> str:
         return (
@@ -82,12 +100,12 @@ class Decentralized(Strategy):
 
     @property
     def mixes(self) -> bool:
-        return self.topology != "full"
+        return self.graph != "full"
 
     @property
     def is_static(self) -> bool:
         """Whether a peer hears from the same ones at every step: it must where copies are kept up to date."""
-        return self.topology != "exponential" or self.asynchronous or not self.codec.is_none
+        return self.graph != "exponential" or self.asynchronous or not self.codec.is_none
 
     @property
     def mixing_rate(self) -> float:
@@ -99,15 +117,15 @@ class Decentralized(Strategy):
 
     def weights(self, rank: int, number: int, step: int) -> dict[int, float]:
         """What each peer's parameters weigh for `rank` at `step`, its own included."""
-        return topology.mixing_weights(self.topology, rank, number, self._at(step))
+        return topology.mixing_weights(self.graph, rank, number, self._at(step))
 
     def receivers(self, rank: int, number: int, step: int) -> tuple[int, ...]:
         """Whom `rank` sends to at `step`."""
-        return topology.receivers(self.topology, rank, number, self._at(step))
+        return topology.receivers(self.graph, rank, number, self._at(step))
 
     def senders(self, rank: int, number: int, step: int) -> tuple[int, ...]:
         """Whom `rank` hears from at `step`."""
-        return topology.senders(self.topology, rank, number, self._at(step))
+        return topology.senders(self.graph, rank, number, self._at(step))
 
     def contacts(self, rank: int, number: int) -> tuple[int, ...]:
         """Whom `rank` ever exchanges messages with: during the warm-up, after it, and at meetings."""
@@ -115,7 +133,7 @@ class Decentralized(Strategy):
         found: set[int] = set(topology.tree(rank, number))
         for size in numbers:
             if rank < size:
-                found |= set(topology.contacts(self.topology, rank, size, self.is_static))
+                found |= set(topology.contacts(self.graph, rank, size, self.is_static))
         return tuple(sorted(found))
 
     @property

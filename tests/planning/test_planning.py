@@ -92,7 +92,7 @@ def test_averaging_and_peers_say_what_they_send_beside_allreduce():
     assert "allreduce until 2 steps are done" in text and "the optimizer's state is averaged too" in text
     assert "every 2 steps" in plan(mt.LocalSGD(period=48, unit="samples"), 4)  # 4 x 6 samples a step
     text = plan(mt.Decentralized("ring", resync=7), 5)
-    assert "200 B to each of 2 peers, 400 B sent per rank and step; each waits for 2" in text
+    assert "2 messages of 200 B, 400 B sent per rank and step; each waits for 2" in text
     assert "1.2 times the 320 B of allreduce(): it costs more on every link" in text
     assert "all meet every 7 steps and at the end: at most 600 B sent per rank" in text
     text = plan(mt.Decentralized("exponential", asynchronous=True, codec=mt.EightBit(dense_below=0)), 8)

@@ -13,6 +13,8 @@ from mpitrain.cli.main import main
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides
 from mpitrain.planning.advice import candidates, merged, option, rank, virtual_candidates
+from mpitrain.planning.curves import curve
+from mpitrain.planning.plan_text import messages
 from mpitrain.planning.scaling import Conditions, Setting, Times, bucket_bytes, reason, throughput
 from mpitrain.planning.virtual_runs import (
     Trained,
@@ -23,6 +25,7 @@ from mpitrain.planning.virtual_runs import (
     with_rows,
 )
 from mpitrain.reporting.targets import Choice
+from mpitrain.system.sizes import size_text
 from mpitrain.values import parse
 from mpitrain.virtual import Cluster, Constant, LogNormal
 from mpitrain.virtual.link_costs import link_cost
@@ -271,3 +274,16 @@ def test_a_model_with_tables_is_planned_by_the_rows_that_batches_touch(tmp_path,
         UsageError, match=r"plan: localsgd\(\): the model has tables of rows: localsgd\(\) sends"
     ):
         setting_with_rows("localsgd()", mt.LocalSGD(), runs)
+
+
+def test_a_plan_says_what_each_rank_sends_to_others(runs):
+    """N - 1 messages a step where all tell all, one to each neighbour elsewhere."""
+    given = conditions()
+    for text, counts, sends in (("decentralized()", [5, 65], 4), ("decentralized(topology='ring')", [5], 2)):
+        found = curve(virtual_setting(text, runs), given, counts, BATCH)
+        assert [point["workers"] for point in found["points"]] == [5], "65 that name no topology are refused"
+        assert found["points"][0]["messages"] == sends
+        assert found["points"][0]["sent_bytes"] == sends * NUM_BYTES
+        told = " ".join(" ".join(messages({"curves": [found]})).split())
+        assert f"{sends} messages, {size_text(sends * NUM_BYTES)} a step" in told
+    assert "messages" not in curve(Setting("allreduce()", "allreduce"), given, [5], BATCH)["points"][0]

@@ -1,16 +1,23 @@
 """Mixing matrices are doubly stochastic, whoever sends is heard, and the ring mixes at its spectral rate."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain import Decentralized, EightBit, TopK
+from mpitrain import Decentralized, EightBit, TopK, simulate, train
 from mpitrain.errors import UsageError
+from mpitrain.job import Overrides
+from mpitrain.planning.dry_run import check_roles
+from mpitrain.simulation.timing import time_run
+from mpitrain.simulation.workload import Workload
 from mpitrain.strategies import topology
+from mpitrain.training.session import assign_roles
 from mpitrain.values import parse
+from tests import toy
 
 GRAPHS = st.tuples(
     st.sampled_from(topology.TOPOLOGIES), st.integers(1, 65), st.one_of(st.none(), st.integers(0, 40))
@@ -83,6 +90,40 @@ def test_where_copies_are_kept_the_graph_stands_still():
 )  # fmt: skip
 def test_text_round_trips(text):
     assert parse(str(parse(text, "strategy")), "strategy") == parse(text, "strategy")
+
+
+ASK_65 = {
+    "mpi": lambda job: check_roles(job, Overrides(), (0,) * 65),
+    "threads": lambda job: train(job, threads=65),
+    "virtual": lambda job: simulate(job, workers=65),
+    "timed": lambda job: simulate(job, workers=10_240, timing_only=True),
+    "time_run": lambda job: time_run(job.strategy, Workload(10, 10_240, 1), 65),
+    "loop": lambda job: assign_roles(SimpleNamespace(nodes=(0,) * 65), job.strategy, own_loop=True),
+}
+
+
+@pytest.mark.parametrize("world", ASK_65)
+def test_more_than_64_that_tell_all_others_are_refused_before_anything_is_built(monkeypatch, world):
+    def unasked(*args, **kwargs):
+        raise AssertionError("built")
+
+    for place in ("simulation.peers.PeerBuilder", "simulation.timing.VirtualWorld",
+                  "training.in_threads.run.ThreadRun"):  # fmt: skip
+        monkeypatch.setattr(f"mpitrain.{place}", unasked)
+    job = toy.make_job(data=toy.Memory(10_240), strategy=Decentralized())
+    with pytest.raises(UsageError, match="64 messages|10239 messages") as refused:
+        ASK_65[world](job)
+    for name in topology.TOPOLOGIES:
+        assert f'"{name}"' in str(refused.value)
+
+
+def test_whoever_writes_the_topology_out_or_has_few_workers_goes_on():
+    Decentralized().check_workers(64)
+    for name in topology.TOPOLOGIES:
+        Decentralized(name).check_workers(10_240)
+    insisted = parse("decentralized(topology='full')", "strategy")
+    assert insisted != Decentralized() and parse(str(insisted), "strategy") == insisted
+    assert [Decentralized(name).messages_to_workers(64) for name in topology.TOPOLOGIES] == [63, 2, 4, 1]
 
 
 @pytest.mark.parametrize(

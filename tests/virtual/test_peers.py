@@ -1,6 +1,7 @@
 """Peers in virtual time: laws of consensus, replicas that agree to the bit, and nobody who waits without need."""
 
 import itertools
+import json
 import math
 from collections import Counter
 
@@ -125,6 +126,9 @@ def test_synchronous_full_topology_keeps_replicas_the_same_to_the_bit(tmp_path, 
     assert result["replicas_identical"] and len({one["digest"] for one in result["ranks"]}) == 1
     assert 0 < result["ranks"][0]["density"] < 1 and result["ranks"][0]["residual_norm"] > 0
     assert result["drift"] < 1e-7  # the mean of equal numbers, rounded
+    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    (told,) = [row for row in rows if row["event"] == "exchange"]
+    assert (told["messages"], told["per"]) == (workers - 1, "step and rank") and told["before"] == str(SMALL)
 
 
 def test_nobody_waits_for_a_paused_peer_where_asynchronous(tmp_path):

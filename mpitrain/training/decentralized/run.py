@@ -22,6 +22,7 @@ from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.features import MPI, why_not
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
 from mpitrain.system.launched.ranks import Ranks
+from mpitrain.system.sizes import size_text
 from mpitrain.training.decentralized.builder import Fetch, PeerBuilder
 from mpitrain.training.decentralized.checkpoints import begin, make_checkpoints
 from mpitrain.training.measure import (
@@ -46,6 +47,14 @@ def _flat(module: nn.Module, optimizer: Optimizer, strategy: Decentralized) -> F
     return FlatModel(module, optimizer, 1, in_place_lost=why_not("changes in place", strategy, MPI))
 
 
+def cost(strategy: Decentralized, num_peers: int, model: FlatModel) -> dict[str, Any]:
+    """What each peer sends a step once all take part."""
+    sends = strategy.messages_to_workers(num_peers)
+    sent_bytes = sends * model.layout.size(0) * model.layout.dtype.itemsize
+    coded = {} if strategy.codec.is_none else {"before": str(strategy.codec)}
+    return {"per": "step and rank", "messages": sends, "sent": size_text(sent_bytes), **coded}
+
+
 def run_peers(session: Session) -> RunOutcome:
     """Train as one of the peers; returns what this rank knows of the run."""
     runtime, job, strategy = session.runtime, session.job, session.strategy
@@ -68,8 +77,7 @@ def run_peers(session: Session) -> RunOutcome:
         builder = PeerBuilder(strategy, runtime.size, job, num_samples, session.overrides.steps)
         fetch = _stamped(runtime, reader)
         replica = attempt(
-            runtime,
-            lambda: builder.replica(runtime.rank, model, optimizer, fetch, reader.prefetch),
+            runtime, lambda: builder.replica(runtime.rank, model, optimizer, fetch, reader.prefetch)
         )
         measures = MeasuredByPeers(replica, measure, runtime.size) if measure else None
         num_steps = session.total_samples() // (job.step_samples * runtime.size)
@@ -77,6 +85,7 @@ def run_peers(session: Session) -> RunOutcome:
         session.in_emergency(
             None, f"{strategy}: a peer sends its update to the others in the middle of its step"
         )
+        session.report.event("exchange", **cost(strategy, runtime.size, model))
         checkpoints, writer = make_checkpoints(
             session, strategy, about,
             lambda: {"replica": replica.state(), **replica.updates.pace.state(peer.partition.samples)},
