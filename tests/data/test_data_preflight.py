@@ -1,6 +1,7 @@
 """What data are about to become is said before training: counts, types, ranges, and what is surprising."""
 
 import json
+import math
 import re
 
 import h5py
@@ -24,7 +25,7 @@ Y = np.arange(96) % 3
 
 def seen(value):
     source = as_source(value)
-    return look(source, source.scan())
+    return look(source, source.scan(), longest_s=math.inf)
 
 
 def shards(folder, **arrays):

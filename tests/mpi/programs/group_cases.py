@@ -280,7 +280,8 @@ def case_a_sender_goes_on_before_anybody_has_asked_for_its_message(rt):
         for turn in range(1, most + 1):
             assert dist.isend(tensor.fill_(turn), 1).is_completed(), turn
         works.append(dist.isend(last, 1))
-        assert not any(work.is_completed() for work in works)
+        # Intel MPI takes in half a megabyte that nobody has asked for
+        assert "Intel" in rt.library or not any(work.is_completed() for work in works)
     dist.barrier()
     if rt.rank == 0:
         for work in works:
