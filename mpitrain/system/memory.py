@@ -37,6 +37,11 @@ def available_bytes(num_sharing: int) -> float:
     return min(found + [one / num_sharing for one in free])
 
 
+def peak_bytes() -> int:
+    """The most that this process has had in memory at once, so far; 0: not known."""
+    return int(_kilobytes("/proc/self/status", "VmHWM", 0.0)) * 1024
+
+
 def _kilobytes(path: str, name: str, otherwise: float) -> float:
     try:
         lines = Path(path).read_text().splitlines()

@@ -42,6 +42,7 @@ from mpitrain.system.files.run_lock import RunLock
 from mpitrain.system.launched import rank_status
 from mpitrain.system.launched.launch_variables import launched_server_nodes
 from mpitrain.system.launched.ranks import Ranks
+from mpitrain.system.memory import peak_bytes
 from mpitrain.system.optional import optional
 from mpitrain.training import signals
 from mpitrain.training.accounting import Account
@@ -187,6 +188,8 @@ class Session:
         """
         outcome.traced_steps = trace.finish()
         outcome.account = self.account.counted() if self.account else {}
+        if self.runtime.num_threads is None:
+            outcome.detail["peak_bytes"] = peak_bytes()
         outcome.device = "" if self.role in ("server", "aggregator") else self.device.type
 
         # where ranks may be lost: messages from those that answer, no collective

@@ -58,6 +58,7 @@ def test_faults_of_gradients_and_files_are_counted_and_the_run_goes_on(tmp_path)
     ended, result = run(tmp_path, orders, 3, every="96")
     ended.check()
     assert (result["status"], result["nonfinite"], result["lost"]) == ("ok", 11, {"2": "not finite"})
+    assert all(2**26 < row["peak_bytes"] < 2**33 for row in result["ranks"])  # of what imports torch
     cost = result["ranks"][0]["checkpoints"]
     assert cost["num_failed"] == 1 and cost["num_written"] >= 3
     assert "cannot write checkpoint part" in ended.stdout and not list(tmp_path.glob("checkpoints/*/.*.tmp"))
