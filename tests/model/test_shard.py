@@ -12,6 +12,7 @@ from torch import nn
 from mpitrain.errors import UsageError
 from mpitrain.model import FixedBuffer, FlatModel, ShardStore
 from mpitrain.model.optimizers.optimizer import ELEMENTWISE, check_elementwise
+from mpitrain.model.optimizers.sliced_step import SlicedStep
 from mpitrain.model.shards.elastic_shard import ElasticStore
 from mpitrain.model.wire.buffers import BufferPool
 from mpitrain.model.wire.flat import all_finite, make_layout
@@ -43,7 +44,10 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
-def test_any_slicing_gives_torchs_own_bits(name, num_shards):
+def test_any_slicing_gives_torchs_own_bits(name, num_shards, monkeypatch):
+    """Into shards, and of a shard into slices that are stepped one after the other."""
+    if num_shards in (2, 7):
+        monkeypatch.setattr(SlicedStep, "slice_bytes", 100)
     reference, module = make_model(), make_model()
     optimizer, prototype = OPTIMIZERS[name](reference), OPTIMIZERS[name](module)
     flat = FlatModel(module, prototype, num_shards)
@@ -71,7 +75,9 @@ def test_any_slicing_gives_torchs_own_bits(name, num_shards):
 
 
 @pytest.mark.parametrize("name", ["momentum", "Adam", "Adagrad"])
-def test_state_restores_bit_for_bit(name):
+def test_state_restores_bit_for_bit(name, monkeypatch):
+    """What was stepped in slices goes on as a whole."""
+    monkeypatch.setattr(SlicedStep, "slice_bytes", 100)
     module = make_model()
     prototype = OPTIMIZERS[name](module)
     flat = FlatModel(module, prototype, 2)
@@ -89,6 +95,7 @@ def test_state_restores_bit_for_bit(name):
     saved = copy.deepcopy(stores[0].state())
     push(stores[0], 2)
     stores[1].restore(saved)
+    monkeypatch.undo()
     push(stores[1], 2)
     assert torch.equal(stores[0].live.body, stores[1].live.body)
 

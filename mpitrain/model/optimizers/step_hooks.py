@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
+from mpitrain.model.optimizers.sliced_step import SlicedStep
 from mpitrain.torch_versions import global_step_hooks, profiler, step_alone
 
 _WAY_OUT = 'use optimizer="worker", under which the whole step is taken on the worker'
@@ -114,7 +115,8 @@ class ServerStep:
     """The step of a server's optimizer, without hooks."""
 
     def __init__(self, optimizer: Optimizer):
-        self._optimizer, self._alone = optimizer, step_alone(optimizer)
+        alone = step_alone(optimizer)
+        self._optimizer, self._alone = optimizer, alone and SlicedStep(optimizer, alone)
         self._is_profiled, *_ = profiler()
 
     def __call__(self) -> None:
