@@ -1,5 +1,5 @@
-"""The step of an elementwise optimizer slice by slice: a slice and its state stay in the caches through all operations of
-the step, and what these make meanwhile is as large as a slice, not as a server's shard.
+"""The step of an elementwise optimizer slice by slice: a slice and its state stay in the caches through all operations
+of the step, and what these make meanwhile is as large as a slice, not as a server's shard.
 
 Invariants: the bits are those of the step of whole tensors. The optimizer's state is that of whole tensors before and
 after the step; between, it holds that of the slices.
