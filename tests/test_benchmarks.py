@@ -59,6 +59,7 @@ BY_HAND = {
     "literature",
     "low_communication",
     "memory",
+    "memory_told",
     "other_mpi",
     "prediction",
     "published",

@@ -252,6 +252,17 @@ def memory() -> str:
     return table(head, *body) + f"\n\n{told}\n\n" + origin(row)
 
 
+def memory_told() -> str:
+    rows = [*newest("memory_told", "layers", "optimizer").values()]
+    head = ("layers", "optimizer", "strategy", "rank", "told, MB", "measured, MB", "told / measured")
+    body = [
+        (f"{row['layers']}", row["optimizer"], f"`{way}`", kind, f"{one['told'] / 1e6:.0f}",
+         f"{one['measured'] / 1e6:.0f}", f"{one['told'] / one['measured']:.2f}")
+        for row in rows for way, kinds in row["ways"].items() for kind, one in kinds.items()
+    ]  # fmt: skip
+    return table(head, *body) + "\n\n" + origin(*rows)
+
+
 def reader() -> str:
     row = one("reader", pairs=False)
     others = ("raw", "shuffled", "loader 0", "loader 2", "loader 4", "rows", "WebDataset")
@@ -608,6 +619,7 @@ PROGRAMS: dict[str, Callable[[], str]] = {
     "averaging": averaging,
     "splitting": splitting,
     "memory": memory,
+    "memory_told": memory_told,
     "stragglers": stragglers,
     "rates": rates,
     "reader": reader,

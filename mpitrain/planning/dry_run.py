@@ -22,6 +22,7 @@ from mpitrain.model import check_optimizer
 from mpitrain.model.building.deferred import Deferred
 from mpitrain.model.wire.flat import make_layout
 from mpitrain.planning.codecs import describe_server_codecs, message_sizes
+from mpitrain.planning.memory import Messages, describe_memory, libraries_bytes, memory_needs, sizes_of
 from mpitrain.planning.model_parallel import describe_split
 from mpitrain.planning.serverless import describe_serverless
 from mpitrain.planning.tables import describe_reduced, describe_tables
@@ -117,6 +118,7 @@ def describe(
     catalogue = job.data.scan()
     if catalogue.num_samples < len(roles.workers):
         raise UsageError(f"{len(roles.workers)} workers for {catalogue.num_samples} training samples")
+    before_bytes = libraries_bytes()
     module, optimizer = _build(job, overrides.lr)
     start_from(job, module, {} if strategy.splits_model else None)
     lines = [
@@ -132,7 +134,8 @@ def describe(
     hosts = machine.hosts if machine else ()
     lines += [*_placement(roles, nodes, hosts), "", *_data(job, overrides, catalogue, roles)]
     lines += [*_seen(job, catalogue), ""]
-    return "\n".join(lines + _messages(job, roles, module, optimizer, catalogue))
+    lines += _messages(job, roles, module, optimizer, catalogue)
+    return "\n".join(lines + _memory(job, roles, module, optimizer, before_bytes))
 
 
 def check_roles(job: Job, overrides: Overrides, nodes: tuple[int, ...], num_server_nodes: int = 0) -> Roles:
@@ -256,6 +259,20 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any, catalog
     lines += describe_tables(job, strategy, module, catalogue)
     lines += describe_server_codecs(strategy, module, num_bytes)
     return lines
+
+
+def _memory(job: Job, roles: Roles, module: nn.Module, optimizer: Any, before_bytes: float) -> list[str]:
+    strategy, push, reply = job.run_strategy, 0.0, 0.0
+    sizes = sizes_of(module, optimizer)
+    if isinstance(strategy, ServerStrategy):
+        if strategy.reduces:  # their tables are told already
+            return []
+        layout = make_layout(module, optimizer, len(roles.servers))
+        push, reply = message_sizes(strategy, module, layout.cuts[-1], layout.dtype)
+    elif strategy.sends_messages:
+        push = float(sizes.trained)
+    messages = Messages(len(roles.workers), push, reply)
+    return describe_memory(memory_needs(strategy, sizes, messages), before_bytes)
 
 
 def _every(num_batches: int) -> str:

@@ -42,6 +42,11 @@ def peak_bytes() -> int:
     return int(_kilobytes("/proc/self/status", "VmHWM", 0.0)) * 1024
 
 
+def resident_bytes() -> int:
+    """What this process has in memory now; 0: not known."""
+    return int(_kilobytes("/proc/self/status", "VmRSS", 0.0)) * 1024
+
+
 def _kilobytes(path: str, name: str, otherwise: float) -> float:
     try:
         lines = Path(path).read_text().splitlines()

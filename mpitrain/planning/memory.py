@@ -1,0 +1,176 @@
+"""What a rank of each kind holds in memory, by part, before anything runs.
+
+Invariants: sizes are those of the model's tensors and of the buffers that roles keep for them. Measured, in this
+process, are only what Python and the libraries take, and the optimizer's state after a step with gradients of zero.
+What the backward pass keeps of a batch is not counted here: `mpitrain plan` measures it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mpitrain.codecs.base import Codec
+from mpitrain.errors import UsageError
+from mpitrain.model.optimizers.optimizer import check_elementwise, rebuild, state_bytes
+from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.local_sgd import Average, LocalSGD
+from mpitrain.system.memory import resident_bytes
+from mpitrain.system.sizes import size_text
+
+_SAMPLE, _WIDTH = 4096, 80
+_LIBRARIES_BYTES = (
+    100 << 20
+)  # of MPI, and of what torch imports with the first step, which a dry run does not load
+
+
+class Sizes(NamedTuple):
+    """Bytes of a model: of its parameters, of those that are trained and the largest of these, of the optimizer's state
+    (None: not known), and of what a step of the optimizer makes and drops."""
+
+    parameters: int
+    trained: int
+    largest: int
+    optimizer: int | None
+    step: int
+
+
+class Need(NamedTuple):
+    """Of one kind of rank; `parts`: bytes by name."""
+
+    who: str
+    parts: dict[str, float]
+
+    @property
+    def num_bytes(self) -> float:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+class Messages(NamedTuple):
+    """How many workers there are, and bytes of a message from one of them, and to one, over all shards."""
+
+    num_workers: int
+    push: float = 0.0
+    reply: float = 0.0
+
+
+def sizes_of(module: nn.Module, optimizer: Optimizer) -> Sizes:
+    """Of a module that is built here."""
+    trained = [one for one in module.parameters() if one.requires_grad]
+    largest = max((one.nbytes for one in trained), default=0)
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    return Sizes(
+        parameters=sum(one.nbytes for one in module.parameters()),
+        trained=sum(one.nbytes for one in trained),
+        largest=largest,
+        optimizer=_state_bytes(trained, optimizer),
+        step=0 if is_sgd else 2 * largest,
+    )
+
+
+def _state_bytes(trained: Sequence[nn.Parameter], optimizer: Optimizer) -> int | None:
+    """Of an optimizer that looks at one element at a time by a small tensor, so that no step of a large model is taken
+    for it."""
+    try:
+        check_elementwise(optimizer)
+        sample = nn.Parameter(torch.zeros(_SAMPLE, dtype=trained[0].dtype))
+        each = state_bytes([sample], rebuild(optimizer, [(0, sample)]))
+    except (UsageError, IndexError):
+        return state_bytes(trained, optimizer)
+    return None if each is None else each // _SAMPLE * sum(one.numel() for one in trained)
+
+
+def memory_needs(strategy: Strategy, sizes: Sizes, messages: Messages) -> list[Need]:
+    """Of each kind of rank, those with the most parts first. Not of split models, whose ranks hold parts."""
+    return strategy.choose(_NEEDS)(strategy, sizes, messages)
+
+
+def describe_memory(needs: Sequence[Need], libraries_bytes: float) -> list[str]:
+    """Lines of a dry run. `libraries_bytes`: of a process before it has a model."""
+    lines: list[str] = []
+    for need in needs:
+        parts = {"Python and libraries": libraries_bytes} | need.parts
+        told = ", ".join(f"{name} {size_text(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
+        lines.append(
+            f"{'' if lines else 'memory':<12}{need.who}: {size_text(libraries_bytes + need.num_bytes)}"
+        )
+        lines += textwrap.wrap(told, _WIDTH, initial_indent=" " * 14, subsequent_indent=" " * 14)
+    return [*lines, "            and what the backward pass keeps of a batch (mpitrain plan)"]
+
+
+def libraries_bytes() -> float:
+    """Of a process of this run before it has a model, by this one, which has none either."""
+    return float(resident_bytes() + _LIBRARIES_BYTES)
+
+
+def _trained(sizes: Sizes, **more: float) -> dict[str, float]:
+    """Of a rank that steps the whole model."""
+    steps = {"parameters": sizes.parameters, "gradients": sizes.trained, "optimizer": sizes.optimizer or 0}
+    return {**steps, **more, "the optimizer's step": sizes.step}
+
+
+def _all_reduced(strategy: AllReduce, sizes: Sizes, messages: Messages) -> list[Need]:
+    residual = 0 if strategy.codec.is_none or strategy.codec.sends_all else sizes.trained
+    step = max(sizes.step, sizes.largest)  # backward makes a gradient before it is in its bucket
+    return [Need("each rank", _trained(sizes._replace(step=step), residual=residual))]
+
+
+def _averaged(strategy: LocalSGD, sizes: Sizes, messages: Messages) -> list[Need]:
+    anchor = sizes.trained if strategy.keeps_anchor else 0
+    velocity = sizes.trained if strategy.outer != Average() else 0
+    residual = (1 + 1 / messages.num_workers) * sizes.trained if strategy.wire == "int8" else 0
+    return [Need("each rank", _trained(sizes, anchor=anchor, velocity=velocity, residual=residual))]
+
+
+def _told(strategy: Decentralized, sizes: Sizes, messages: Messages) -> list[Need]:
+    senders = len(strategy.senders(0, messages.num_workers, 0))
+    copies = senders * sizes.trained if strategy.mixes and not strategy.codec.is_none else 0
+    held = {"update": 3 * sizes.trained, "arriving updates": senders * messages.push, "copies": copies}
+    return [Need("each rank", _trained(sizes, **held))]
+
+
+def _served(strategy: ServerStrategy, sizes: Sizes, messages: Messages) -> list[Need]:
+    num_workers, share = messages.num_workers, 1 / strategy.servers
+    on_workers = strategy.steps_on_workers
+    state = sizes.optimizer or 0
+    each = {
+        "copies for the codec": strategy.reply_codec,
+        "what each worker has read": strategy.damping.make_correction(),
+    }
+    server = {
+        "the whole model": sizes.parameters,
+        "shard": share * sizes.trained,
+        "optimizer": 0 if on_workers else share * state,
+        "arriving pushes": share * num_workers * messages.push,
+        "replies": share * messages.reply if strategy.reply_numbers != "full" else 0,
+        **{name: share * num_workers * sizes.trained for name, kept in each.items() if _is_kept(kept)},
+    }
+    worker = {
+        "parameters": sizes.parameters,
+        "gradients": sizes.trained,
+        "optimizer": state if on_workers else 0,
+        "pushes": strategy.inflight * messages.push,
+        "replies": messages.reply if strategy.reply_numbers != "full" else 0,
+        "the optimizer's step": sizes.step if on_workers else 0,
+    }
+    return [Need("each server", server), Need("each worker", worker)]
+
+
+def _is_kept(of: object) -> bool:
+    return not of.is_none if isinstance(of, Codec) else of is not None
+
+
+_NEEDS: dict[type[Strategy], Callable[..., list[Need]]] = {
+    AllReduce: _all_reduced,
+    LocalSGD: _averaged,
+    Decentralized: _told,
+    ServerStrategy: _served,
+}

@@ -1,0 +1,61 @@
+"""What ranks need, in multiples of the model: counted by hand from what each role keeps."""
+
+import pytest
+import torch
+from torch import nn
+
+from mpitrain.planning.memory import Messages, describe_memory, memory_needs, sizes_of
+from mpitrain.values import parse
+
+P = 4 * 1000 * 1000
+
+
+def needs(text, optimizer, num_workers):
+    module = nn.Sequential(nn.Linear(1000, 1000, bias=False))
+    sizes = sizes_of(module, optimizer(module.parameters()))
+    found = memory_needs(parse(text, "strategy"), sizes, Messages(num_workers, P, P))
+    return {need.who: need.num_bytes / P for need in found}
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters)
+
+
+@pytest.mark.parametrize(("text", "optimizer", "num_workers", "expected"), [
+    # parameters, gradients, and a layer's gradient before it is in its bucket; Adam: two moments, two temporaries
+    ("allreduce()", sgd, 2, {"each rank": 3}),
+    ("allreduce()", momentum, 2, {"each rank": 4}),
+    ("allreduce()", adam, 2, {"each rank": 6}),
+    # a server: the model that it builds, its shard, a push of each worker, Adam's moments
+    ("sync()", sgd, 1, {"each server": 3, "each worker": 3}),
+    ("async()", sgd, 4, {"each server": 6, "each worker": 3}),
+    ("async()", adam, 4, {"each server": 8, "each worker": 3}),
+    ("async(servers=2)", adam, 4, {"each server": 1 + (1 + 2 + 4) / 2, "each worker": 3}),
+    ("async(optimizer='worker')", adam, 1, {"each server": 3, "each worker": 3 + 2 + 2}),
+    ("async(inflight=2)", sgd, 1, {"each server": 3, "each worker": 4}),
+    ("localsgd(period=2)", momentum, 2, {"each rank": 3}),
+    ("localsgd(period=2,outer=diloco())", momentum, 2, {"each rank": 5}),
+    ("localsgd(period=2,wire='int8')", sgd, 2, {"each rank": 2 + 1 + 1.5}),
+    # a peer: an update of which two are made, one that leaves, and one of each other peer
+    ("decentralized()", sgd, 3, {"each rank": 2 + 3 + 2}),
+])  # fmt: skip
+def test_a_rank_needs_so_many_times_the_model(text, optimizer, num_workers, expected):
+    assert needs(text, optimizer, num_workers) == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_is_told_adds_up_and_fits_a_terminal():
+    module = nn.Linear(1000, 1000, bias=False)
+    found = memory_needs(
+        parse("sync()", "strategy"), sizes_of(module, adam(module.parameters())), Messages(3, P, P)
+    )
+    lines = describe_memory(found, 2**28)
+    assert lines[0] == "memory      each server: 282.7 MiB"  # 256 MiB and 7 times 4 MB
+    assert "arriving pushes" in "".join(lines) and max(map(len, lines)) <= 80
