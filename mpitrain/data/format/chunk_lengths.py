@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 import h5py
 
-SHUFFLE, FLETCHER32, BITSHUFFLE = 2, 3, 32008
+GZIP, SHUFFLE, FLETCHER32, BITSHUFFLE = 1, 2, 3, 32008
 PIECE_BYTES = 1 << 20
 
 
@@ -78,14 +78,10 @@ class ChunkLengths:
         return found[0] if found else ""
 
     def _decoded_length(self, offset: tuple[int, ...]) -> str:
-        try:
-            mask, data = self._id.read_direct_chunk(offset)
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-        ):  # never written: HDF5 hands out its fill value, or says what is wrong
+        stored = stored_chunk(self._id, offset)
+        if stored is None:  # HDF5 hands out its fill value, or says what is wrong
             return ""
+        mask, data = stored
         codes = [code for index, code in enumerate(self._codes) if not mask >> index & 1]
         length = len(data)
         for position, code in reversed(list(enumerate(codes))):
@@ -106,6 +102,20 @@ class ChunkLengths:
         if length.isdigit() and int(length) > self._expected:
             found = "more bytes"
         return f"its chunk at {offset} decodes to {found}, expected {self._expected}"
+
+
+def stored_chunk(dataset: h5py.h5d.DatasetID, offset: tuple[int, ...]) -> tuple[int, bytes] | None:
+    """A chunk as it lies in the file: its mask of filters that were left out, and its bytes; None where it was never
+    written, or cannot be found."""
+    try:
+        # of a dataset without chunks HDF5 tells any size of one; before 1.10.5 it does not tell where they are
+        look = getattr(dataset, "get_chunk_info_by_coord", None)
+        if look is not None and look(offset).byte_offset is None:
+            return None
+        mask, data = dataset.read_direct_chunk(offset)
+        return mask, data
+    except (OSError, RuntimeError, ValueError):
+        return None
 
 
 def _keeps_length(code: int, values: tuple[int, ...]) -> bool:
@@ -162,7 +172,7 @@ def _number(start: int, width: int, order: str) -> Callable[[bytes, int], int | 
 # HDF5's number of a compressor -> what its chunk decodes to: anything above `most` stands for more, -1 for a chunk that
 # does not say, None for one that cannot be decoded.
 LENGTHS: dict[int, Callable[[bytes, int], int | None]] = {
-    1: _gzip,
+    GZIP: _gzip,
     4: _number(0, 4, "little"),  # szip
     32000: _lzf,
     32001: _number(4, 4, "little"),  # blosc

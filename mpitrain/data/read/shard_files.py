@@ -28,6 +28,7 @@ from mpitrain.data.format.layout import (
 from mpitrain.data.format.variables import Decoding, MadeOf, decodings_of, is_netcdf
 from mpitrain.data.read import unlocked
 from mpitrain.data.read.announce import Announcer, Part, Places
+from mpitrain.data.read.gzip_chunks import GzipChunks
 from mpitrain.data.read.order import IntArray
 from mpitrain.data.read.stage import staged
 from mpitrain.errors import DataError
@@ -41,7 +42,7 @@ class _OpenShard(NamedTuple):
 
     file: h5py.File
     decodings: dict[str, Decoding]
-    datasets: dict[str, tuple[h5py.h5d.DatasetID, h5py.h5s.SpaceID, ChunkLengths]]
+    datasets: dict[str, tuple[h5py.h5d.DatasetID, h5py.h5s.SpaceID, ChunkLengths, GzipChunks]]
     places: dict[str, Places]
 
 
@@ -148,7 +149,9 @@ class ShardFiles:
         if not len(into):
             return
         try:
-            dataset, space, lengths = shard.datasets[name]
+            dataset, space, lengths, gzip = shard.datasets[name]
+            if gzip.read(first, into):
+                return
             if problem := lengths.check(first, len(into)):
                 raise DataError(f"{where.describe(name)}: {problem}; {PACK_AGAIN}")
             space.select_hyperslab((first,) + (0,) * (into.ndim - 1), into.shape)
@@ -191,7 +194,10 @@ class ShardFiles:
         self._open[index] = _OpenShard(
             file,
             decodings_of(path, datasets) if SCHEMA_ATTRIBUTE not in file.attrs and is_netcdf(file) else {},
-            {name: (each.id, each.id.get_space(), ChunkLengths(each)) for name, each in datasets.items()},
+            {
+                name: (each.id, each.id.get_space(), ChunkLengths(each), GzipChunks(each))
+                for name, each in datasets.items()
+            },
             {name: Places(each.id) for name, each in datasets.items()},
         )
         return self._open[index]
