@@ -1,5 +1,7 @@
 """The global order: laws that hold for any sizes, chunks and windows."""
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -120,6 +122,25 @@ def test_file_order_is_the_identity():
 def test_positions_outside_the_epoch_are_refused(start, count):
     with pytest.raises(UsageError, match="outside the epoch of 11 samples"):
         make([(7, 3), (4, 4)], 2, 0).samples(0, start, count)
+
+
+def test_a_window_is_permuted_once_however_many_ask_for_it_meanwhile():
+    epoch, windows, threads = make([(60, 10)], 3, 0).epoch(0), [], []
+    permute = epoch._permute_window
+
+    def permuted(window):
+        windows.append(window)
+        if threading.current_thread() is threading.main_thread():
+            threads.append(threading.Thread(target=epoch.prepare, args=(window,)))
+            threads[-1].start()
+        return permute(window)
+
+    epoch._permute_window = permuted
+    for start in (0, 30, 0):
+        epoch.locate(start, 30)
+    for each in threads:
+        each.join()
+    assert windows == [0, 1]
 
 
 def test_an_empty_run_is_empty_everywhere():

@@ -266,6 +266,18 @@ def test_who_waits_for_chunks_goes_on_when_all_of_them_are_here_and_they_come_fi
         ahead.close()
 
 
+def test_what_is_done_between_chunks_comes_after_the_near_ones_and_before_those_beyond():
+    store = Gate()
+    store.awaited.set()
+    ahead = ReadAhead(store)
+    for beyond in ([], [3, 4]):
+        store.loaded.clear()
+        ahead.follow(range(3), lambda: store.loaded.append("then"), beyond)
+        ahead.settle()
+        assert store.loaded == [0, 1, 2, "then", *beyond]
+    ahead.close()
+
+
 def test_who_waits_for_a_thread_that_has_failed_is_told():
     """Not of the failure of one chunk, which whoever needs it meets: of the thread's own."""
     failures = []

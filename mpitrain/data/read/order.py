@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 from mpitrain.data.format.columns import IntArray
 from mpitrain.errors import UsageError
 
+WindowTable = tuple[IntArray, IntArray | None, IntArray | None]  # see `EpochOrder._permute_window`
 CHUNKS, SAMPLES, SPLIT = range(3)  # what a permutation is for: the second word of its key
 
 
@@ -71,6 +73,21 @@ def chunk_sizes(shards: Sequence[tuple[int, int]]) -> IntArray:
     return np.array(sizes, dtype=np.int64)
 
 
+class _Once:
+    """What the first thread that asks for it makes, and others wait for meanwhile."""
+
+    def __init__(self, make: Callable[[int], WindowTable], window: int):
+        self._make, self._window = make, window
+        self._lock = threading.Lock()
+        self._made: WindowTable | None = None
+
+    def __call__(self) -> WindowTable:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make(self._window)
+            return self._made
+
+
 class EpochOrder:
     """Order of one epoch; see `Order.epoch`.
 
@@ -88,7 +105,7 @@ class EpochOrder:
         # starts[w] is the first position of window w, and starts[-1] the end of the epoch
         self._starts = np.concatenate(([0], ends[window_chunks - 1 : -1 : window_chunks], [self.num_samples]))
         self._edges: list[int] = self._starts.tolist()  # a search in it costs a tenth
-        self._window = functools.lru_cache(maxsize=2)(self._permute_window)
+        self._windows = functools.lru_cache(maxsize=2)(lambda window: _Once(self._permute_window, window))
 
     @property
     def num_windows(self) -> int:
@@ -109,9 +126,9 @@ class EpochOrder:
     def prepare(self, window: int) -> None:
         """Permute a window's samples now, so that `locate` finds it done; nothing after the last."""
         if window < self.num_windows:
-            self._window(window)
+            self._windows(window)()
 
-    def _permute_window(self, window: int) -> tuple[IntArray, IntArray | None, IntArray | None]:
+    def _permute_window(self, window: int) -> WindowTable:
         """Of the places of a window, where its chunks lie in turn: which one is at each position; whose chunk (the
         number of it) each is, None where all chunks are as long as the first; which row, None where rows lie in turn.
         """
@@ -132,7 +149,7 @@ class EpochOrder:
     def _locate_in(self, window: int, part: slice) -> tuple[IntArray, IntArray]:
         """(chunk, row) of a part of a window. Only operations that let go of Python's lock: what the other thread has
         read would wait for it."""
-        shuffled, number_at, row_at = self._window(window)
+        shuffled, number_at, row_at = self._windows(window)()
         sizes, places = self._sizes_of(window), shuffled[part]
         numbers = places // sizes[0] if number_at is None else number_at.take(places, mode="clip")
         chunks = self.chunks_of(window).take(numbers, mode="clip")

@@ -169,7 +169,7 @@ class ChunkReader(Reader):
         if pieces and not self._is_large(pieces[0]):
             order, self._followed = self.order.epoch(epoch), None
             window = order.window_of(runs[0][0])
-            self._ahead.follow(order.chunks_of(window).tolist(), None, order.chunks_of(window + 1).tolist())
+            self._ahead.follow(order.chunks_of(window).tolist(), later=order.chunks_of(window + 1).tolist())
         for piece, following in itertools.zip_longest(pieces, pieces[1:]):
             if following and self._is_large(following):
                 self.prefetch(epoch, *_span(following))
@@ -291,11 +291,14 @@ class ChunkReader(Reader):
             return
         self._followed = epoch, window
         self._store.touch(order.chunks_of(window))  # what it still needs must outlive what the last one used
-        chunks = [chunk for each in range(window, window + 3) for chunk in order.chunks_of(each).tolist()]
+        near = [chunk for each in (window, window + 1) for chunk in order.chunks_of(each).tolist()]
+        behind = order.chunks_of(window + 2).tolist()
         # This window may not all be here yet. Of the one behind the next as much as there is room for: the thread goes
-        # on reading while the caller begins the next.
+        # on reading while the caller begins the next. A caller that waits for chunks permutes the next one itself.
         room = self._store.num_slots
-        self._ahead.follow(chunks[:room], lambda: order.prepare(window + 1), chunks[room:])
+        left = max(0, room - len(near))
+        later = [*near[room:], *behind[left:]]
+        self._ahead.follow(near[:room], lambda: order.prepare(window + 1), behind[:left], later)
 
     def close(self) -> None:
         super().close()
