@@ -1,6 +1,13 @@
 """The model as one flat vector: shards for servers, a replica for workers, and buffers that can travel."""
 
-from mpitrain.model.factory import check_optimizer, flat_model, push_coder, server_steps, shard_store
+from mpitrain.model.factory import (
+    check_optimizer,
+    flat_model,
+    peer_model,
+    push_coder,
+    server_steps,
+    shard_store,
+)
 from mpitrain.model.optimizers.optimizer import check_elementwise, rebuild
 from mpitrain.model.replicas.local_steps import LocalSteps, local_steps
 from mpitrain.model.replicas.worker_replica import Gradient, Replica
@@ -13,6 +20,6 @@ from mpitrain.model.wire.push_codec import PushCoder
 
 __all__ = [
     "ElasticStore", "FlatModel", "FixedBuffer", "BufferPool", "Gradient", "Layout", "LocalSteps", "PushCoder",
-    "Replica", "ShardStore", "check_elementwise", "check_optimizer", "flat_model", "local_steps", "push_coder",
-    "rebuild", "reshard", "server_steps", "shard_store",
+    "Replica", "ShardStore", "check_elementwise", "check_optimizer", "flat_model", "local_steps", "peer_model",
+    "push_coder", "rebuild", "reshard", "server_steps", "shard_store",
 ]  # fmt: skip

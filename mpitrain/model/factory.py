@@ -23,8 +23,10 @@ from mpitrain.model.shards.server_shard import ShardStore
 from mpitrain.model.shards.tabled_shard import TabledStore
 from mpitrain.model.wire.codec_registry import check_optimizer as check_momentum
 from mpitrain.model.wire.flat import FlatModel, Wires
+from mpitrain.model.wire.masters import SIXTEEN
 from mpitrain.model.wire.push_codec import PushCoder
 from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.features import MPI, why_not
 from mpitrain.strategies.parameter_server.elastic import Elastic
 
@@ -33,7 +35,8 @@ def flat_model(module: nn.Module, optimizer: Optimizer, strategy: ServerStrategy
     """The module as one flat vector, with wire buffers as wide as the strategy's wire. What arrives while the model is
     in use, or is not its parameters, gets wire buffers of its own."""
     apart = strategy.inflight > 1 or strategy.elastic
-    wires = Wires(strategy.push_numbers, strategy.reply_numbers, apart, not strategy.reply_codec.is_none)
+    coded = not strategy.push_codec.is_none, not strategy.reply_codec.is_none
+    wires = Wires(strategy.push_numbers, strategy.reply_numbers, apart, *coded)
     return FlatModel(
         module,
         optimizer,
@@ -41,7 +44,15 @@ def flat_model(module: nn.Module, optimizer: Optimizer, strategy: ServerStrategy
         wires,
         strategy.reduces,
         why_not("changes in place", strategy, MPI),
+        strategy.moves,
+        str(strategy),
     )
+
+
+def peer_model(module: nn.Module, optimizer: Optimizer, strategy: Decentralized, world: str) -> FlatModel:
+    """The module of a peer, which steps it."""
+    lost = why_not("changes in place", strategy, world)
+    return FlatModel(module, optimizer, 1, in_place_lost=lost, steps=True, strategy=str(strategy))
 
 
 def check_optimizer(optimizer: Optimizer, strategy: ServerStrategy) -> None:
@@ -49,17 +60,24 @@ def check_optimizer(optimizer: Optimizer, strategy: ServerStrategy) -> None:
 
     Raises:
         UsageError: it is not elementwise, needs a closure, its step was replaced, or its steps cannot be weighed;
-            codecs for parameters that are not float32; momentum twice.
+            codecs for parameters in float64, or sums on nodes of gradients in 16 bits; momentum twice.
     """
     check_closure(optimizer, str(strategy))
     if strategy.optimizer == "server":
         check_elementwise(optimizer)
         check_weighable(optimizer, strategy)
         check_step(optimizer)
+    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     for codec in (strategy.push_codec, strategy.reply_codec):
-        dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
-        if not codec.is_none and (odd := dtypes - {torch.float32}):
-            raise UsageError(f"{codec}: a codec takes float32 parameters, these are {odd.pop()}")
+        if not codec.is_none and torch.float64 in dtypes:
+            raise UsageError(
+                f"{codec}: a codec takes parameters of float32 or 16 bits, these are torch.float64"
+            )
+    if strategy.sums_on_nodes and dtypes & set(SIXTEEN) and len(dtypes) == 1:
+        raise UsageError(
+            f"{strategy}: a node's sums would be rounded to {dtypes.pop()}, in which this model travels: leave "
+            "aggregate out"
+        )
     check_momentum(strategy.push_codec, optimizer)
 
 

@@ -237,12 +237,12 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any, catalog
     assert isinstance(strategy, ServerStrategy)
     check_optimizer(optimizer, strategy)
     routes = choose_routes(job, module, catalogue)
-    layout = make_layout(module, optimizer, len(roles.servers), strategy.reduces)
+    layout = make_layout(module, optimizer, len(roles.servers), strategy.reduces, str(strategy))
     if strategy.reduces:
         lines += describe_reduced(job, module, optimizer, routes, len(roles.workers))
         return [*lines, *describe_tables(job, strategy, module, catalogue)]
     numbers = layout.cuts[-1]
-    push, reply = message_sizes(strategy, module, numbers, layout.dtype)
+    push, reply = message_sizes(strategy, module, numbers, layout.wire_dtype)
     for shard, rank in enumerate(roles.servers):
         share = layout.size(shard) / max(1, numbers)
         sizes = f"push {size_text(share * push)}, reply {size_text(share * reply)}"

@@ -24,6 +24,7 @@ from mpitrain.model.in_place import refuse_renormed
 from mpitrain.model.optimizers.ema import Ema
 from mpitrain.model.optimizers.optimizer import Rates, state_bytes
 from mpitrain.model.recipe import Recipe
+from mpitrain.model.wire.masters import without_masters
 from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import Report, Reported, default_run_dir
 from mpitrain.simulation.checkpoints import Checkpoints, StateBytes, policy_of
@@ -65,6 +66,7 @@ class VirtualRun:
     log: VirtualLog
     helpers: Mapping[int, str] = MappingProxyType({})  # ranks that compute no gradients, with their roles
     _loaded: dict[str, Any]
+    _warning: str
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class VirtualRun:
         self.started_s = 0.0
         self.checkpoint_policy = policy_of(job, options.checkpoint_every, self.costs, options.injections)
         self.state_bytes = StateBytes()
-        self._loaded = {}
+        self._loaded, self._warning = {}, ""
         self._diverged = ""  # why the model that was saved is of no use
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -117,7 +119,7 @@ class VirtualRun:
             self.job, self.recipe.update, Rates(made[1]), strategy, VIRTUAL
         )
         self._num_bytes = sum(one.nbytes for one in made[0].parameters() if one.requires_grad)
-        self._loaded = start_from(self.job, made[0])
+        self._loaded, self._warning = start_from(self.job, made[0]), without_masters(made[0], strategy)
         return made
 
     def _weigh_state(self) -> StateBytes:
@@ -161,6 +163,8 @@ class VirtualRun:
             self.log.warn_if_short(math.ceil(planned / job.step_samples), self.number)
         if self._loaded:
             self.log.event("initial weights", **self._loaded)
+        if self._warning:
+            self.log.event("warning", text=self._warning)
         self.started_s = time.monotonic()
 
     def _charge(self, rank: int, effect: Compute) -> float:

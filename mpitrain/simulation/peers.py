@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpitrain.model.wire.flat import FlatModel
+from mpitrain.model import peer_model
 from mpitrain.reporting.report import NullReport
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.strategies.decentralized import Decentralized
-from mpitrain.strategies.features import VIRTUAL, why_not
+from mpitrain.strategies.features import VIRTUAL
 from mpitrain.training.decentralized.builder import PeerBuilder
 from mpitrain.training.decentralized.run import cost, summary
 from mpitrain.training.measure import build_optimizer
@@ -28,7 +28,7 @@ def simulate_peers(virtual: VirtualRun) -> dict[str, Any]:
     module, optimizer = virtual.build()
     virtual.start_alike()
     log = virtual.log
-    model = FlatModel(module, optimizer, 1, in_place_lost=why_not("changes in place", strategy, VIRTUAL))
+    model = peer_model(module, optimizer, strategy, VIRTUAL)
     log.event("exchange", **cost(strategy, number, model))
     with job.data.reader(virtual.catalogue, job.seed) as reader:
         measure = virtual.measure(module)

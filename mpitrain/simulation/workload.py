@@ -70,7 +70,7 @@ class Workload:
         choose_routes(job, module, catalogue)
         fields = {
             "num_parameters": sum(one.numel() for one in numbers),
-            "number_bytes": numbers[0].element_size(),
+            "number_bytes": max(one.element_size() for one in numbers),
             "num_samples": catalogue.num_samples,
             "window_samples": catalogue.window_samples,
             "step_samples": job.step_samples,

@@ -113,11 +113,14 @@ def wrap(
         LostRankError (from `step()` under `LocalSGD` and `Decentralized`): a rank has left its loop early.
     """
     global _wrapped
+    from mpitrain.model.wire.masters import without_masters
     from mpitrain.mpi.runtime import start
     from mpitrain.training.agree import attempt
 
     strategy, runtime = strategy or AllReduce(), start()
     attempt(runtime, lambda: _check_sparse(model, optimizer, strategy))
+    if runtime.rank == 0 and (text := without_masters(model, strategy)):
+        tell(f"mpitrain: {text}")
     if _wrapped is not None:
         _check_another(_wrapped, strategy, resume)
         number, place = _wrapped.saver.number_of_next, _wrapped.resume

@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from mpitrain.effects import Role
 from mpitrain.errors import UsageError
 from mpitrain.messages import Kind
+from mpitrain.model import peer_model
 from mpitrain.model.optimizers.optimizer import check_closure
 from mpitrain.model.replicas.peer_replica import PeerReplica
-from mpitrain.model.wire.flat import FlatModel
 from mpitrain.mpi.world import MpiWorld
 from mpitrain.reporting.report import NullReport
 from mpitrain.strategies.decentralized import Decentralized
-from mpitrain.strategies.features import LOOP, why_not
+from mpitrain.strategies.features import LOOP
 from mpitrain.strategies.part_names import own_part
 from mpitrain.training.decentralized.builder import PeerBuilder
 from mpitrain.training.measure import share_module
@@ -73,6 +73,11 @@ class PeerOptimizer(DelegatingOptimizer):
         self._replica.show()
         self._replica.model.in_place.begin_interval()
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the user's optimizer's."""
+        with self._replica.model.stepping():
+            super().load_state_dict(state_dict)
 
     def finish(self) -> None:
         """Meet all peers; the model is then the mean of all."""
@@ -140,5 +145,4 @@ def _replica(builder: PeerBuilder, rank: int, model: nn.Module, optimizer: Optim
     if strategy.warmup.epochs:
         raise UsageError(f"{strategy}: a warm-up is counted in epochs, which only `train` knows, not `wrap`")
     check_closure(optimizer, str(strategy))
-    flat = FlatModel(model, optimizer, 1, in_place_lost=why_not("changes in place", strategy, LOOP))
-    return builder.replica(rank, flat, optimizer)
+    return builder.replica(rank, peer_model(model, optimizer, strategy, LOOP), optimizer)

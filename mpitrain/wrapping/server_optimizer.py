@@ -99,7 +99,8 @@ class ServerOptimizer(DelegatingOptimizer):
                 f"load_state_dict(): under {self.strategy} the optimizer's state is on the servers; load it before "
                 "mpitrain.wrap, which takes it along, or resume what mpitrain.save wrote"
             )
-        super().load_state_dict(state_dict)
+        with self._replica.model.stepping():
+            super().load_state_dict(state_dict)
 
     def _go_on(self, answer: object) -> None:
         """Hand the role what it has asked for; returns when it asks again."""

@@ -224,7 +224,7 @@ def test_a_copy_that_others_hold_comes_to_what_it_is_a_copy_of(codec):
 @pytest.mark.parametrize("num_servers", [1, 2, 3, 5])
 def test_what_one_server_holds_is_cut_for_several_and_joined_again(num_servers):
     """Two groups of parameters, of which the first has momenta of its elements and a count of its steps."""
-    layout = Layout(("a", "b"), ((7,), (3, 2)), (0, 7), (7, 13), (0, 13), torch.float32)
+    layout = Layout(("a", "b"), ((7,), (3, 2)), (0, 7), (7, 13), (0, 13), torch.float32, torch.float32)
     numbers = torch.arange(13.0)
     options = [{"lr": 0.1 * (1 + group), "params": [group]} for group in range(2)]
     whole = {

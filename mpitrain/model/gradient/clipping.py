@@ -2,8 +2,8 @@
 
     g <- g * min(1, norm / (|g| + 1e-6))        then every number of g into [-value, value]
 
-|g| is the Euclidean norm over all parameters. It is rounded as torch rounds it, and a limit that is not exceeded
-changes no bit.
+|g| is the Euclidean norm over all parameters. It is rounded as torch rounds it, but in 32 bits where numbers of 16 are
+among them, and a limit that is not exceeded changes no bit.
 
 Invariants: only a gradient whose numbers are all finite is clipped, as `model/recipe.py` sees to. One that is not stays
 as it is, so that whoever judges gradients refuses it with clipping as without.
@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from mpitrain.model.wire.masters import SIXTEEN
 
 _EPSILON = 1e-6  # torch's
 
@@ -42,11 +44,12 @@ class Clipping:
         if not gradient or not scale:
             return
         if self.norm is not None:
+            dtypes = {one.dtype for one in gradient}
+            wide = torch.float32 if dtypes & set(SIXTEEN) else None  # whose norm 16 bits need not hold
             if total is None:
-                total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
-            torch._foreach_mul_(
-                gradient, torch.clamp(self.norm * scale / (total.to(gradient[0]) + _EPSILON), max=1.0)
-            )
+                total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient, dtype=wide)))
+            total = total.to(gradient[0].device, wide or gradient[0].dtype)
+            torch._foreach_mul_(gradient, torch.clamp(self.norm * scale / (total + _EPSILON), max=1.0))
         if self.value is not None:
             torch._foreach_clamp_min_(gradient, -self.value * scale)
             torch._foreach_clamp_max_(gradient, self.value * scale)

@@ -8,6 +8,7 @@ it steps an optimizer, the gradient is put by, and with the last batch the mean 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -42,6 +43,7 @@ class StepFunction:
         function: the job's; precision: in which torch computes what it asks for.
         optimizers: by name.
         prepare: makes the gradients of these parameters what is stepped with; returns whether it is.
+        stepping: what surrounds a step.
 
     Attributes:
         losses: that it has returned last, by name, where it returns several.
@@ -50,8 +52,9 @@ class StepFunction:
     def __init__(
         self, function: Callable[..., Any], precision: str, optimizers: SeveralOptimizers,
         prepare: Callable[[list[nn.Parameter]], bool],
+        stepping: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ):  # fmt: skip
-        self.function, self.precision, self.prepare = function, precision, prepare
+        self.function, self.precision, self.prepare, self.stepping = function, precision, prepare, stepping
         self.optimizers = optimizers.optimizers
         self.named = {
             name: NamedOptimizer(one, lambda name=name: self._stepped(name))  # type: ignore[misc]
@@ -115,7 +118,7 @@ class StepFunction:
             for parameter, gradient in zip(parameters, total, strict=True):
                 parameter.grad = gradient
         if self.prepare(parameters):
-            with trace.span("optimizer", trace.OPTIMIZER):
+            with trace.span("optimizer", trace.OPTIMIZER), self.stepping():
                 self.optimizers[name].step()
 
 

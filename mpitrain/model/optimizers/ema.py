@@ -1,8 +1,8 @@
 """An exponential moving average of parameters, beside those that are trained.
 
 Invariants: it counts as torch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`: the first update copies, every
-later one is average = decay * average + (1 - decay) * parameters. It never changes the parameters, but for as long as
-they are swapped.
+later one is average = decay * average + (1 - decay) * parameters. Of parameters in 16 bits, which would not hold what
+an update adds, the average is in 32. It never changes the parameters, but for as long as they are swapped.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+from mpitrain.model.wire.masters import wide
 
 Averaged = Callable[[], AbstractContextManager[Any]]  # for as long as it lasts a module holds its average
 
@@ -32,7 +34,7 @@ class Ema:
     @torch.no_grad()
     def update(self) -> None:
         """The tensors have been updated."""
-        now = [tensor.detach() for tensor in self.held()]
+        now = [wide(tensor.detach()) for tensor in self.held()]
         if not self._averages:
             self._averages = [tensor.clone() for tensor in now]
         elif now:

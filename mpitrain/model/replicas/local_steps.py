@@ -84,7 +84,8 @@ class LocalSteps:
             return False
 
         def go() -> bool:
-            self._own_step()
+            with self.model.stepping():
+                self._own_step()
             return True
 
         return self.move(go)
@@ -148,7 +149,8 @@ class LocalSteps:
             return False
         self._follow_rates(gradients)
         self._gather(gradients)
-        with without_global_hooks():  # they have run around the step that servers take
+        # global hooks have run around the step that servers take
+        with without_global_hooks(), self.model.stepping():
             self._own_step()
         return True
 
@@ -182,7 +184,8 @@ class LocalSteps:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned."""
-        self._rates.restore(state["optimizer"])
+        with self.model.stepping():
+            self._rates.restore(state["optimizer"])
 
 
 def local_steps(

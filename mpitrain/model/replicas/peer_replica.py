@@ -41,7 +41,7 @@ class PeerReplica:
         reader: of the training data; measure, shared: as for `Replica`.
 
     Raises:
-        UsageError: a codec for parameters that are not float32, or that has a momentum beside the optimizer's.
+        UsageError: a codec for parameters of float64, or that has a momentum beside the optimizer's.
     """
 
     def __init__(
@@ -70,6 +70,9 @@ class PeerReplica:
         self._layout = make_layout_of(zip(layout.names, layout.shapes, strict=True))
         self.x = model.wire_buffers[0].body.clone() if shared else model.wire_buffers[0].body
         self._pool = BufferPool(layout.size(0), layout.dtype)
+        self._updates = self._pool
+        if layout.wire_dtype != layout.dtype and recipe.update.law.num_workers > 1:  # or nothing travels
+            self._updates = BufferPool(layout.size(0), layout.wire_dtype)
         self._delta = torch.zeros_like(self.x)
         self._common = self.x.clone() if strategy.mixes else None  # what all held last
         self._copies: dict[int, torch.Tensor] = {}
@@ -87,7 +90,7 @@ class PeerReplica:
             return None
         check_optimizer(codec, self.optimizer)
         if dtype != torch.float32:
-            raise UsageError(f"{codec}: a codec takes float32 parameters, these are {dtype}")
+            raise UsageError(f"{codec}: a codec takes parameters of float32 or 16 bits, these are {dtype}")
         return make_encoder(codec, self.updates.rule.law.num_workers, self.rank, self.own_gradients.rule.seed)
 
     def prefetch(self, lease: Lease) -> None:
@@ -118,7 +121,8 @@ class PeerReplica:
         if not self.strategy.mixes:
             self._delta.copy_(now)
         if finite:
-            self._own_step()
+            with self.model.stepping():
+                self._own_step()
             self.model.refresh()
         if not self.strategy.mixes:
             before = self._delta.clone()
@@ -129,7 +133,7 @@ class PeerReplica:
     def update(self) -> FixedBuffer | VariableBuffer:
         """What is sent to the others of the step."""
         if self.encoder is None:
-            wire_buffer = self._pool.take()
+            wire_buffer = self._updates.take()
             wire_buffer.body.copy_(self.x if self.strategy.mixes else self._delta)
             return wire_buffer
         began_s = time.perf_counter()
@@ -223,7 +227,9 @@ class PeerReplica:
 
     def buffer_for(self, is_update: bool) -> FixedBuffer | VariableBuffer:
         """Where a payload is to be received."""
-        return VariableBuffer() if is_update and self.encoder is not None else self._pool.take()
+        if is_update and self.encoder is not None:
+            return VariableBuffer()
+        return (self._updates if is_update else self._pool).take()
 
     def validate(self, samples: int | None = None) -> dict[str, float]:
         """Metrics, after so many accepted samples, of this peer's own parameters."""
@@ -293,7 +299,8 @@ class PeerReplica:
         """Continue from what `state` returned."""
         self.x.copy_(state["parameters"])
         self.show()
-        self._rates.restore(state["optimizer"])
+        with self.model.stepping():
+            self._rates.restore(state["optimizer"])
         if self.updates.ema is not None:
             self.updates.ema.restore(state.get("ema"))
         for buffer, saved in zip(self._buffers, state["buffers"], strict=True):

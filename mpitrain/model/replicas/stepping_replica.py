@@ -34,7 +34,7 @@ class SteppingReplica(Replica):
         assert self.local is not None, "or the strategy is refused"
         rule, optimizers = self.own_gradients.rule, self.local.optimizer
         assert rule.step is not None and isinstance(optimizers, SeveralOptimizers)
-        self.turns = StepFunction(rule.step, rule.precision, optimizers, self._prepare)
+        self.turns = StepFunction(rule.step, rule.precision, optimizers, self._prepare, self.model.stepping)
         self._num_prepared, self._is_good = 0, True
 
     def gradient(self, lease: Any, step: int) -> Gradient:

@@ -45,8 +45,9 @@ class ElasticStore:
     ):
         self.share = share
         self.pool = BufferPool(layout.size(shard), layout.dtype)
-        self.arrivals = BufferPool(self.pool.numel, wire_dtype(strategy.push_numbers, layout.dtype))
-        self._replies = BufferPool(self.pool.numel, wire_dtype(strategy.reply_numbers, layout.dtype))
+        self.arrivals = BufferPool(self.pool.numel, wire_dtype(strategy.push_numbers, layout.wire_dtype))
+        self._replies = BufferPool(self.pool.numel, wire_dtype(strategy.reply_numbers, layout.wire_dtype))
+        self._finals = BufferPool(self.pool.numel, layout.wire_dtype)
         self.centre = self.pool.take()
         self.centre.body.copy_(initial)
         self.updates = rule.begin(None, lambda: [self.centre.body], pace)
@@ -104,12 +105,13 @@ class ElasticStore:
         return copy
 
     def read(self, worker: int, full: bool = False, uses: int = 1) -> FixedBuffer:
-        """The difference that answers `worker`'s push, or else the centre (unrounded where `full`)."""
+        """The difference that answers `worker`'s push, or else the centre (in the model's own dtype where `full`)."""
         if worker in self._answers and not full:
             return self._answers.pop(worker)
-        if full or self._replies.dtype == self.pool.dtype:
+        pool = self._finals if full else self._replies
+        if pool.dtype == self.pool.dtype:
             return self.centre.hold()
-        reply = self._replies.take()
+        reply = pool.take()
         reply.body.copy_(self.centre.body)
         return reply
 

@@ -31,6 +31,7 @@ from mpitrain.model.optimizers.step_hooks import ServerStep
 from mpitrain.model.recipe import UpdateRule
 from mpitrain.model.wire.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
 from mpitrain.model.wire.flat import Layout
+from mpitrain.model.wire.masters import widened
 from mpitrain.model.wire.push_codec import PushDecoder
 from mpitrain.model.wire.reply_codec import ReplyCoder
 from mpitrain.strategies.base import ServerStrategy
@@ -65,8 +66,9 @@ class ShardStore:
         check_elementwise(prototype)
         self._pieces = layout.pieces(shard)
         self.pool = BufferPool(layout.size(shard), layout.dtype)
-        self.arrivals = self._pool_for(strategy.push_numbers)
-        self._replies = self._pool_for(strategy.reply_numbers)
+        self.arrivals = self._pool_for(wire_dtype(strategy.push_numbers, layout.wire_dtype))
+        self._replies = self._pool_for(wire_dtype(strategy.reply_numbers, layout.wire_dtype))
+        self._finals = self._pool_for(layout.wire_dtype)
         self._decoder = None if strategy.push_codec.is_none else PushDecoder(layout, shard)
         codec = strategy.reply_codec
         self._coder = None if codec.is_none else ReplyCoder(layout, shard, codec)
@@ -102,12 +104,11 @@ class ShardStore:
         """Start from this state of the optimizer, one a slice of the shard; empty where there is none."""
         for parameter, state in zip(self._parameters, states, strict=True):
             if state and isinstance(self.optimizer, SeveralOptimizers):
-                self.optimizer.begin_with(parameter, state)
+                self.optimizer.begin_with(parameter, widened(state))
             elif state:
-                self.optimizer.state[parameter] = state
+                self.optimizer.state[parameter] = widened(state)
 
-    def _pool_for(self, wire: str) -> BufferPool:
-        dtype = wire_dtype(wire, self.pool.dtype)
+    def _pool_for(self, dtype: torch.dtype) -> BufferPool:
         return self.pool if dtype == self.pool.dtype else BufferPool(self.pool.numel, dtype)
 
     def wire_buffer(self) -> FixedBuffer | VariableBuffer:
@@ -311,10 +312,10 @@ class ShardStore:
         return copy
 
     def read(self, worker: int, full: bool = False, uses: int = 1) -> FixedBuffer | VariableBuffer:
-        """The present parameters, rounded for the wire unless `full`; held for the caller, who releases them. So many
-        pushes of the worker will be computed on them, none where it is `full`."""
+        """The present parameters, rounded for the wire, or only to the model's own dtype where `full`; held for the
+        caller, who releases them. So many pushes of the worker will be computed on them, none where it is `full`."""
         if full:
-            return self.live.hold()
+            return self.live.hold() if self._finals is self.pool else self._rounded(self._finals)
         if self._coder is not None:
             message = self._coder.encode(worker, self.live.body)
             if self.correction:
@@ -328,9 +329,13 @@ class ShardStore:
         if self._replies is self.pool:
             return self.live.hold()
         if self._reply is None:
-            self._reply = self._replies.take()
-            self._reply.body.copy_(self.live.body)
+            self._reply = self._rounded(self._replies)
         return self._reply.hold()
+
+    def _rounded(self, pool: BufferPool) -> FixedBuffer:
+        copy = pool.take()
+        copy.body.copy_(self.live.body)
+        return copy
 
     def _remember(self, worker: int, read: FixedBuffer, uses: int) -> None:
         self._reads.setdefault(worker, deque()).extend(read.hold() for _ in range(uses))

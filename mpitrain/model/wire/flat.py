@@ -5,13 +5,18 @@ at most one slice per group and a server's optimizer keeps the groups intact. Th
 names, shapes and the number of shards: all ranks compute the same.
 
 A model that takes part keeps its parameters *in* the shards' wire buffers (each is a view), so what arrives from a
-server is in the model without a copy. Only a parameter that straddles two shards, or is not contiguous, keeps
-storage of its own and is copied. Tables are no part of the vector (`embedding/`), and where workers all-reduce the
-dense parameters nothing is.
+server is in the model without a copy. Only a parameter that straddles two shards, is not contiguous, or is narrower
+than the buffer, keeps storage of its own and is copied. Tables are no part of the vector (`embedding/`), and where
+workers all-reduce the dense parameters nothing is.
+
+Parameters in 16 bits are updated in float32 (`wire/masters.py`): servers hold the whole vector in float32. A model of
+one 16-bit dtype travels in it, and its wire buffers are of it unless an optimizer steps it here; a model of several
+dtypes travels in float32.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 
@@ -25,8 +30,7 @@ from mpitrain.embedding.tables import check_tables, tables_of
 from mpitrain.errors import UsageError
 from mpitrain.model.in_place import InPlaceGuard
 from mpitrain.model.wire.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
-
-WIRE_DTYPES = (torch.float32, torch.float64)
+from mpitrain.model.wire.masters import SIXTEEN, Masters
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class Layout:
     """Where everything is in the flat vector, in elements.
 
     names, shapes, starts: of each parameter; group_ends: where each parameter group ends; cuts: shard i is
-    [cuts[i], cuts[i + 1]).
+    [cuts[i], cuts[i + 1]); dtype: of updates and sums; wire_dtype: in which all of it travels, where nothing says
+    otherwise.
     """
 
     names: tuple[str, ...]
@@ -43,6 +48,7 @@ class Layout:
     group_ends: tuple[int, ...]
     cuts: tuple[int, ...]
     dtype: torch.dtype
+    wire_dtype: torch.dtype
 
     @property
     def num_shards(self) -> int:
@@ -107,23 +113,20 @@ def trainable(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Par
     return found
 
 
-def make_layout(module: nn.Module, optimizer: Optimizer, num_shards: int, reduces: bool = False) -> Layout:
+def make_layout(
+    module: nn.Module, optimizer: Optimizer, num_shards: int, reduces: bool = False, strategy: str = "servers"
+) -> Layout:
     """The layout of `module`'s trainable parameters but its tables' over `num_shards` balanced shards (sizes differ by
-    at most one element); of none where workers all-reduce the others (`reduces`).
+    at most one element); of none where workers all-reduce the others (`reduces`). `strategy`: for messages.
 
     Raises:
         UsageError: more shards than elements, tables that servers cannot hold, no table where they hold nothing else,
-            or dtypes that are mixed or not for the wire.
+            or dtypes that are not for the wire.
     """
     tables = tables_of(module)
     apart, trained = {id(table.parameter) for table in tables}, trainable(module, optimizer)
+    dtype, travels = _dtypes(trained, bool(tables), strategy)
     entries = [entry for entry in trained if id(entry[1]) not in apart]
-    dtypes = {parameter.dtype for _, parameter, _ in entries} or {tables[0].parameter.dtype}
-    if len(dtypes) > 1 or not dtypes <= set(WIRE_DTYPES):
-        listed = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise UsageError(
-            f"a parameter server needs all trainable parameters in float32 or all in float64, got {listed}"
-        )
     if reduces:
         entries = []
         if not tables:
@@ -136,7 +139,7 @@ def make_layout(module: nn.Module, optimizer: Optimizer, num_shards: int, reduce
     for shape in shapes:
         total += _numel(shape)
         ends.append(total)
-    check_tables(module, tables, [parameter for _, parameter, _ in trained], dtype := next(iter(dtypes)))
+    check_tables(module, tables, [parameter for _, parameter, _ in trained], dtype)
     if num_shards > total and not tables:
         raise UsageError(f"{num_shards} servers for {total} parameters: use at most {total}")
     group_ends = []
@@ -147,7 +150,29 @@ def make_layout(module: nn.Module, optimizer: Optimizer, num_shards: int, reduce
     cuts = tuple(total * shard // num_shards for shard in range(num_shards + 1))
     starts = (0, *ends[:-1])
     names = tuple(name for name, _, _ in entries)
-    return Layout(names, shapes, starts[: len(names)], tuple(group_ends), cuts, dtype)
+    return Layout(names, shapes, starts[: len(names)], tuple(group_ends), cuts, dtype, travels)
+
+
+def _dtypes(
+    trained: list[tuple[str, nn.Parameter, int]], has_tables: bool, strategy: str
+) -> tuple[torch.dtype, torch.dtype]:
+    """In which a model is updated, and in which it travels."""
+    dtypes = {parameter.dtype: name for name, parameter, _ in trained}
+    kinds = set(dtypes)
+    if kinds == {torch.float64}:
+        return torch.float64, torch.float64
+    if kinds <= {torch.float32, *SIXTEEN} and not (has_tables and kinds & set(SIXTEEN)):
+        return torch.float32, kinds.pop() if len(kinds) == 1 else torch.float32
+    listed = ", ".join(f"{name} is {str(kind).removeprefix('torch.')}" for kind, name in dtypes.items())
+    if has_tables and kinds <= {torch.float32, *SIXTEEN}:
+        raise UsageError(
+            f"{strategy}: beside tables on servers all parameters are float32, or all float64, and {listed}: make the "
+            'model with float32 ones, which precision="bfloat16" computes with in 16 bits'
+        )
+    raise UsageError(
+        f"{strategy}: trains parameters of float32, bfloat16 and float16, or all of float64, and {listed}: convert "
+        "them, or use allreduce(), under which torch's own optimizer steps them as they are"
+    )
 
 
 @dataclass(frozen=True)
@@ -159,12 +184,13 @@ class Wires:
             arrive as.
         replies_apart: answers are received into wire buffers of their own, because the model is in use while they
             arrive, or because they are not its parameters.
-        replies_coded: answers are messages of a codec.
+        pushes_coded, replies_coded: they are messages of a codec.
     """
 
     push: str = "full"
     reply: str = "full"
     replies_apart: bool = False
+    pushes_coded: bool = False
     replies_coded: bool = False
 
 
@@ -176,6 +202,8 @@ class FlatModel:
             model on a device keeps its own storage and is copied to and from pinned wire buffers).
         wires: between the model and the servers.
         reduces: workers all-reduce the dense parameters, which are in no wire buffer.
+        steps: an optimizer steps the parameters here: where they are in 16 bits, wire buffers hold their masters.
+        strategy: for messages.
         in_place_lost: why what a pass changes of parameters in place is not kept; empty where it is.
 
     Attributes:
@@ -191,9 +219,11 @@ class FlatModel:
         wires: Wires = Wires(),
         reduces: bool = False,
         in_place_lost: str = "",
+        steps: bool = False,
+        strategy: str = "servers",
     ):
         self.module, self.replies_coded = module, wires.replies_coded
-        self.layout = make_layout(module, optimizer, num_shards, reduces)
+        self.layout = layout = make_layout(module, optimizer, num_shards, reduces, strategy)
         tables = tables_of(module)
         of_tables = {id(table.parameter) for table in tables}
         named = [(name, parameter) for name, parameter, _ in trainable(module, optimizer)]
@@ -203,17 +233,21 @@ class FlatModel:
         self.in_place = InPlaceGuard(kept, in_place_lost)
         self.parameters, self.reduced = ([], dense) if reduces else (dense, [])
         self.device = every[0].device
-        self.lookups = Lookups(tables, num_shards, self.device, self.layout.dtype) if tables else None
+        self.lookups = Lookups(tables, num_shards, self.device, layout.dtype) if tables else None
+        self._masters = Masters(self.parameters if steps else [], optimizer)
         pin = accelerator.pins(self.device)
-        sizes, dtype = [self.layout.size(shard) for shard in range(num_shards)], self.layout.dtype
+        sizes, full = [layout.size(shard) for shard in range(num_shards)], layout.wire_dtype
+        dtype = layout.dtype if steps else full
         self.wire_buffers = [FixedBuffer(size, dtype, pin=pin) for size in sizes]
-        reply_dtype = wire_dtype(wires.reply, dtype)
+        reply_dtype = wire_dtype(wires.reply, full)
         apart = wires.replies_apart or reply_dtype != dtype
         self._replies = (
             [FixedBuffer(size, reply_dtype, pin=pin) for size in sizes] if apart else self.wire_buffers
         )
-        self._pools = [BufferPool(size, wire_dtype(wires.push, dtype), pin) for size in sizes]
-        self._copied: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.wire_buffers]
+        push_dtype = layout.dtype if wires.pushes_coded else wire_dtype(wires.push, full)
+        self._pools = [BufferPool(size, push_dtype, pin) for size in sizes]
+        self._copied: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in sizes]
+        self._rounded: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in sizes]
         for shard in range(num_shards):
             for index, start, stop, at in self.layout.pieces(shard):
                 self._place(shard, self.parameters[index], start, stop, at)
@@ -231,12 +265,14 @@ class FlatModel:
     def _place(self, shard: int, parameter: nn.Parameter, start: int, stop: int, at: int) -> None:
         home = self.wire_buffers[shard].body[at : at + stop - start]
         home.copy_(parameter.detach().reshape(-1)[start:stop])
-        if self.device.type == "cpu" and stop - start == parameter.numel() and parameter.is_contiguous():
-            parameter.data = home.view(parameter.shape)
+        held = self._masters.of(parameter)
+        is_whole = stop - start == held.numel() and held.is_contiguous()
+        if self.device.type == "cpu" and is_whole and held.dtype == home.dtype:
+            held.data = home.view(held.shape)
         else:
-            if not parameter.is_contiguous():
-                parameter.data = parameter.data.contiguous()
-            self._copied[shard].append((parameter.data.view(-1)[start:stop], home))
+            self._copied[shard].append((_flat(held)[start:stop], home))
+        if held is not parameter:
+            self._rounded[shard].append((_flat(parameter)[start:stop], home))
 
     def install(self, shard: int, source: FixedBuffer | None = None) -> None:
         """Make the module use what stands in `source` (default: the shard's own wire buffer, where most of it
@@ -245,20 +281,27 @@ class FlatModel:
         wire_buffer = self.wire_buffers[shard]
         if source is not None and source is not wire_buffer:
             wire_buffer.body.copy_(source.body)
-        for target, home in self._copied[shard]:
+        for target, home in (*self._copied[shard], *self._rounded[shard]):
             target.copy_(home, non_blocking=True)
+
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        """For as long as the context lasts the parameters are what an optimizer is to step, or to be restored with."""
+        return self._masters.stepping()
 
     def buffer_for(self, shard: int, final: bool) -> FixedBuffer | VariableBuffer:
         """Where the next parameters of a shard are to be received; the final ones come unrounded."""
         if (self.replies_coded or self.lookups is not None) and not final:
             return VariableBuffer()
         buffer = (self.wire_buffers if final else self._replies)[shard]
+        if final and buffer.body.dtype != self.layout.wire_dtype:
+            return FixedBuffer(self.layout.size(shard), self.layout.wire_dtype)
         buffer.rewrite()
         return buffer.hold()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Make the wire buffers hold what the parameters hold, after somebody wrote into the parameters."""
+        self._masters.take_up()
         for pairs in self._copied:
             for source, home in pairs:
                 home.copy_(source)
@@ -292,6 +335,12 @@ class FlatModel:
             torch._foreach_zero_(missing)
         accelerator.wait_for_stream(self.device)
         return all_finite([wire_buffer.body for wire_buffer in wire_buffers])
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        tensor.data = tensor.data.contiguous()
+    return tensor.data.view(-1)
 
 
 def all_finite(tensors: list[torch.Tensor]) -> bool:

@@ -9,17 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from mpitrain.messages import Kind
+from mpitrain.model import peer_model
 from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.replicas.peer_replica import PeerReplica
 from mpitrain.model.wire.buffers import VariableBuffer
 from mpitrain.model.wire.flat import FlatModel
 from mpitrain.roles.peer import Peer
 from mpitrain.strategies.decentralized import Decentralized
-from mpitrain.strategies.features import MPI, why_not
+from mpitrain.strategies.features import MPI
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
 from mpitrain.system.launched.ranks import Ranks
 from mpitrain.system.sizes import size_text
@@ -43,14 +42,10 @@ from mpitrain.training.validations.measured_elsewhere import MeasuredByPeers
 from mpitrain.training.validations.validation import make_measure
 
 
-def _flat(module: nn.Module, optimizer: Optimizer, strategy: Decentralized) -> FlatModel:
-    return FlatModel(module, optimizer, 1, in_place_lost=why_not("changes in place", strategy, MPI))
-
-
 def cost(strategy: Decentralized, num_peers: int, model: FlatModel) -> dict[str, Any]:
     """What each peer sends a step once all take part."""
     sends = strategy.messages_to_workers(num_peers)
-    sent_bytes = sends * model.layout.size(0) * model.layout.dtype.itemsize
+    sent_bytes = sends * model.layout.size(0) * model.layout.wire_dtype.itemsize
     coded = {} if strategy.codec.is_none else {"before": str(strategy.codec)}
     return {"per": "step and rank", "messages": sends, "sent": size_text(sent_bytes), **coded}
 
@@ -62,9 +57,9 @@ def run_peers(session: Session) -> RunOutcome:
     device = session.device
     module, optimizer = build_on_ranks(session, device, session.overrides.lr)
     share_module(runtime, module)
-    model = attempt(runtime, lambda: _flat(module, optimizer, strategy))
+    model = attempt(runtime, lambda: peer_model(module, optimizer, strategy, MPI))
     shapes = [f"{n} {s}" for n, s in zip(model.layout.names, model.layout.shapes, strict=True)]
-    runtime.compare({"parameters": shapes, "dtype": str(model.layout.dtype)})
+    runtime.compare({"parameters": shapes, "dtype": f"{model.layout.dtype} as {model.layout.wire_dtype}"})
     about = about_run(session, shapes, strategy.family, describe_optimizer(module, optimizer))
     attempt(runtime, lambda: check(session, about))
     first = runtime.rank == 0

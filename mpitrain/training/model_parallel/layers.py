@@ -23,7 +23,12 @@ from mpitrain.strategies.features import MPI, why_not
 from mpitrain.system.memory import available_bytes, give_large_blocks_back
 from mpitrain.training.agree import attempt
 from mpitrain.training.measure import build_module
-from mpitrain.training.resuming.initial_weights import RandomNumbers, WeightsFile, start_from
+from mpitrain.training.resuming.initial_weights import (
+    RandomNumbers,
+    WeightsFile,
+    start_from,
+    warn_without_masters,
+)
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
@@ -114,6 +119,7 @@ def build_by_layers(session: Session, device: torch.device) -> tuple[nn.Module, 
             "every rank builds a part of the model whole first", because=deferred.built_at_once
         )
     attempt(runtime, lambda: refuse_renormed(built[0], why_not("changes in place", session.strategy, MPI)))
+    warn_without_masters(session, built[0])
     _mind_memory(session, built[0])
     module, layers = built[0], Layers(runtime, deferred, device)
     if job.init is not None and session.resume is None:

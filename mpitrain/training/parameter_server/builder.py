@@ -200,7 +200,7 @@ class RoleBuilder:
 
     def aggregator(self, rank: int, asked: Callable[[], bool] = lambda: False) -> Aggregator:
         """The aggregator on `rank`; `asked`: as in `Aggregator`."""
-        sums = NodeSums(self.model.layout.dtype) if self.strategy.sums_on_nodes else None
+        sums = NodeSums(self.model.layout.wire_dtype) if self.strategy.sums_on_nodes else None
         return Aggregator(rank, self.roles.servers, self.roles.behind(rank), sums, asked)
 
     def buffer_for(self, server: int, kind: Kind) -> Any:

@@ -90,11 +90,13 @@ def run_servers(session: Session) -> RunOutcome:
         )
         make_dense(module, runtime.broadcast(dense))
     attempt(runtime, lambda: check_optimizer(optimizer, strategy))
-    layout = attempt(runtime, lambda: make_layout(module, optimizer, strategy.servers, strategy.reduces))
+    layout = attempt(
+        runtime, lambda: make_layout(module, optimizer, strategy.servers, strategy.reduces, str(strategy))
+    )
     runtime.compare(
         {
             "parameters": [f"{n} {s}" for n, s in zip(layout.names, layout.shapes, strict=True)],
-            "dtype": str(layout.dtype),
+            "dtype": f"{layout.dtype} as {layout.wire_dtype}",
         }
     )
     share_module(runtime, module)

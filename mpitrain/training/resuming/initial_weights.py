@@ -19,6 +19,7 @@ from mpitrain.devices import draws
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.in_place import refuse_renormed
+from mpitrain.model.wire.masters import without_masters
 from mpitrain.strategies.features import MPI, why_not
 from mpitrain.training.agree import attempt
 from mpitrain.training.measure import build
@@ -71,11 +72,18 @@ def build_on_ranks(
         return module, optimizer
 
     made = attempt(runtime, make)
+    warn_without_masters(session, made[0])
     if job.init is not None and session.resume is None:
         fields = attempt(runtime, lambda: start_from(job, made[0]) if runtime.rank == 0 else {})
         if runtime.rank == 0:
             session.report.event("initial weights", **fields)
     return made
+
+
+def warn_without_masters(session: Session, module: nn.Module) -> None:
+    """Tell of parameters in 16 bits that are stepped as they are."""
+    if session.runtime.rank == 0 and (text := without_masters(module, session.strategy)):
+        session.report.event("warning", text=text)
 
 
 def start_from(
