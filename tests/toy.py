@@ -391,6 +391,12 @@ def linear_loss(model, batch):
     return model(batch["x"]).mean()
 
 
+LINEAR_BFLOAT16 = {
+    "model": lambda: linear_float32().bfloat16(),
+    "loss": lambda model, batch: linear_loss(model, {"x": batch["x"].bfloat16()}),
+}
+
+
 def dyadic_sgd(parameters):
     return torch.optim.SGD(parameters, lr=2.0**-4, momentum=0.5)
 

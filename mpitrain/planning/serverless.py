@@ -96,7 +96,10 @@ def _decentralized(
 ) -> list[str]:
     """What a peer sends and holds under a decentralised strategy, and whether allreduce would send less."""
     cost = None if strategy.codec.is_none else measure_codec(strategy.codec, module)
-    message = num_bytes if cost is None else cost.message_bytes
+    dtypes = {one.dtype for one in module.parameters() if one.requires_grad}
+    held = numbers * max(torch.float32.itemsize, *(dtype.itemsize for dtype in dtypes))  # with masters
+    plain = num_bytes if len(dtypes) == 1 else held
+    message = plain if cost is None else cost.message_bytes
     num_messages = strategy.messages_to_workers(number)
     sent, reduced = num_messages * message, 2 * (number - 1) / number * num_bytes
     waits = (
@@ -119,11 +122,11 @@ def _decentralized(
         lines.append(f"codec       costs {1e3 * total_s:.3g} ms of a core a step here")
         lines += break_even(reduced - sent, total_s)
     meetings = f"every {strategy.resync} steps and at the end" if strategy.resync else "at the end"
-    lines.append(f"            all meet {meetings}: at most {size_text(3 * num_bytes)} sent per rank")
+    lines.append(f"            all meet {meetings}: at most {size_text(3 * held)} sent per rank")
     if strategy.mixes:
         copies = len(strategy.senders(0, number, 0)) + 2
         lines.append(
-            f"memory      {copies} copies of the model beside it on every rank: {size_text(copies * num_bytes)}"
+            f"memory      {copies} copies of the model beside it on every rank: {size_text(copies * held)}"
         )
     return lines
 

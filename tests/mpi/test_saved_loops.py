@@ -14,6 +14,7 @@ ALONE = {
     "allreduce": ("allreduce(codec=threshold(density=0.2,dense_below=0))", "sgd"),
     "localsgd": ("localsgd(period=2,outer=diloco())", "adam"),  # saved in the middle of a period
     "exponential": ("decentralized(topology='exponential')", "adam"),
+    "exponential in 16 bits": ("decentralized(topology='exponential')", "adam"),
     "full": ("decentralized(codec=threshold(density=0.2,dense_below=0),resync=4)", "sgd"),
 }
 SERVED = {

@@ -46,6 +46,14 @@ def test_roles_batches_and_bytes_of_a_server_run():
     assert f"shard 1 (rank 5): push {numbers // 2 * 2} B, reply {numbers // 2 * 4} B" in text
 
 
+def test_models_in_16_bits_travel_in_16_and_meet_in_32():
+    text = plan(mt.Async(servers=2, push_wire="float16"), 6, **toy.LINEAR_BFLOAT16)
+    assert "each worker sends 48 B and receives 48 B per batch" in text  # 24 numbers
+    text = plan(mt.Decentralized("ring"), 5, **toy.LINEAR_BFLOAT16)
+    assert "48 B to each of 2 peers" in text and "at the end: at most 288 B sent per rank" in text
+    assert "4 copies of the model beside it on every rank: 384 B" in text
+
+
 def test_aggregators_are_named_with_what_they_send():
     text = plan(mt.Sync(aggregate="node"), 9, 2)
     assert "3 worker(s); rank 4 serves shard 0; rank 3 stands between them and the servers" in text

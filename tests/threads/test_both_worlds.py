@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 import mpitrain as mt
-from mpitrain.values import parse
 from tests.mpi.cases import launch_program
-from tests.threads.course import BEGUN, WHOLE, dyadic_job, until_complete
+from tests.threads.course import BEGUN, IN_16_BITS, WHOLE, dyadic_job, strategy_of, until_complete
 
 RANKS = 4
 EXACT = (
@@ -18,14 +17,16 @@ EXACT = (
     "sync(servers=2)",
     "localsgd(period=2,average_optimizer=True)",
     "decentralized(codec=none())",
+    f"sync(servers=2){IN_16_BITS}",
+    f"decentralized(topology='ring'){IN_16_BITS}",
 )
 OTHERS = ("async(servers=2)", "softsync(updates=2,servers=2)", "elastic(push_every=2,servers=2)")
 
 
 def train(text, path, **options):
-    strategy = parse(text, "strategy")
+    strategy = strategy_of(text)
     threads = RANKS - strategy.num_servers()
-    return mt.train(dyadic_job(), strategy, threads=threads, run_dir=str(path), quiet=True, **options)
+    return mt.train(dyadic_job(text), strategy, threads=threads, run_dir=str(path), quiet=True, **options)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,10 @@ def runs(tmp_path_factory):
     launch_program(RANKS, "both_worlds", str(path), *folders).check()
     for text, folder in folders.items():
         train(text, folder / "threads-end", epochs=WHOLE, resume=str(folder / "ranks-begin"))
+    for text in EXACT:
+        strategy, simulated = strategy_of(text), str(folders[text] / "virtual")
+        workers = RANKS - strategy.num_servers()
+        mt.simulate(dyadic_job(text), strategy, workers, run_dir=simulated, epochs=WHOLE, quiet=True)
     return folders
 
 
@@ -48,8 +53,8 @@ def weights(folder):
 
 
 @pytest.mark.parametrize("text", EXACT)
-@pytest.mark.parametrize("kind", ["threads", "threads-end", "ranks-end"])
-def test_threads_have_the_bits_of_ranks_and_each_goes_on_from_the_other(runs, text, kind):
+@pytest.mark.parametrize("kind", ["threads", "virtual", "threads-end", "ranks-end"])
+def test_threads_and_virtual_time_have_the_bits_of_ranks_and_each_goes_on_from_the_other(runs, text, kind):
     expected, found = weights(runs[text] / "ranks"), weights(runs[text] / kind)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 

@@ -70,7 +70,8 @@ class MeasuredByWorkers:
     def _shaped(self, flat: torch.Tensor) -> list[torch.Tensor]:
         parameters = self.replica.model.parameters
         parts = flat.split([parameter.numel() for parameter in parameters])
-        return [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+        pairs = zip(parts, parameters, strict=True)
+        return [part.view(parameter.shape).to(parameter.dtype) for part, parameter in pairs]
 
     def snapshot(self) -> VariableBuffer:
         """What this worker holds, and the average."""
