@@ -11,6 +11,8 @@ from torch import nn
 import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.model import flat_model, local_steps, peer_model, shard_store
+from mpitrain.model.gradient.clipping import Clipping
+from mpitrain.model.optimizers.ema import Ema
 from mpitrain.model.recipe import seed_step
 from mpitrain.model.replicas.peer_replica import PeerReplica
 from mpitrain.strategies.features import VIRTUAL
@@ -216,6 +218,31 @@ def test_what_travels_is_of_the_models_dtype_unless_a_wire_says_otherwise(strate
     assert {buffer.body.dtype for buffer in final} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("number, dtype", [(1, torch.float32), (2, torch.bfloat16)])
+def test_peers_send_16_bits_and_meet_in_32_and_one_alone_rounds_nothing(number, dtype):
+    _, optimizer, flat = stepped(rule := mt.Decentralized())
+    leases = toy.leases(toy.Memory().reader(None, 0))
+    peer = PeerReplica(flat, optimizer, rule, 0, toy.recipe(loss, number), leases)
+    assert {buffer.body.dtype for buffer in (peer.update(), peer.buffer_for(True))} == {dtype}
+    assert {buffer.body.dtype for buffer in (peer.total(), peer.buffer_for(False))} == {torch.float32}
+
+
+def test_an_average_of_16_bits_takes_in_what_they_would_not_hold():
+    held = [torch.zeros(3, dtype=torch.bfloat16)]
+    average = Ema(0.999, lambda: held)
+    average.update()
+    held[0].fill_(1.0)
+    for _ in range(1000):
+        average.update()
+    assert torch.allclose(average.values()[0], torch.tensor(1 - 0.999**1000), rtol=1e-4)
+
+
+def test_a_norm_that_16_bits_do_not_hold_is_clipped_to_the_limit():
+    gradient = [torch.full((4,), 30000.0, dtype=torch.float16) for _ in range(2)]
+    Clipping(norm=1.0).clip(gradient)
+    assert torch.stack(gradient).tolist() == [pytest.approx([8**-0.5] * 4, rel=1e-3)] * 2
+
+
 def test_models_that_have_no_masters_are_refused_by_name():
     def flat(module, strategy):
         optimizer = toy.sgd(module.parameters())
@@ -249,3 +276,5 @@ def test_who_swaps_to_a_strategy_without_masters_is_told(tmp_path):
         rows = (tmp_path / strategy.name / "metrics.jsonl").read_text().splitlines()
         warnings = [row for row in map(json.loads, rows) if "32-bit masters" in row.get("text", "")]
         assert len(warnings) == told, strategy
+    mt.train(job, mt.AllReduce(), threads=2, run_dir=str(tmp_path / "threads"), quiet=True)
+    assert "32-bit masters" in (tmp_path / "threads" / "metrics.jsonl").read_text()
