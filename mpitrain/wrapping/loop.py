@@ -113,14 +113,11 @@ def wrap(
         LostRankError (from `step()` under `LocalSGD` and `Decentralized`): a rank has left its loop early.
     """
     global _wrapped
-    from mpitrain.model.wire.masters import without_masters
     from mpitrain.mpi.runtime import start
     from mpitrain.training.agree import attempt
 
     strategy, runtime = strategy or AllReduce(), start()
     attempt(runtime, lambda: _check_sparse(model, optimizer, strategy))
-    if runtime.rank == 0 and (text := without_masters(model, strategy)):
-        tell(f"mpitrain: {text}")
     if _wrapped is not None:
         _check_another(_wrapped, strategy, resume)
         number, place = _wrapped.saver.number_of_next, _wrapped.resume
@@ -178,8 +175,11 @@ def _join_all(
 ) -> tuple[_Wrapped, Any]:
     """What this process has joined, by the family of the strategy, and the optimizer to go on with. `number`: of the
     model, where there are several."""
+    from mpitrain.model.wire.masters import without_masters
     from mpitrain.wrapping.exchange import answer_as_ddp
 
+    if runtime.rank == 0 and (text := without_masters(model, strategy)):
+        tell(f"mpitrain: {text}")
     everybody = Roles((), tuple(range(runtime.size)))
     joined: Any = None  # one of several kinds of optimizer
     if isinstance(strategy, AllReduce):

@@ -286,7 +286,7 @@ class FlatModel:
 
     def stepping(self) -> contextlib.AbstractContextManager[None]:
         """For as long as the context lasts the parameters are what an optimizer is to step, or to be restored with."""
-        return self._masters.stepping()
+        return self._masters.stepping() if self._masters else contextlib.nullcontext()
 
     def buffer_for(self, shard: int, final: bool) -> FixedBuffer | VariableBuffer:
         """Where the next parameters of a shard are to be received; the final ones come unrounded."""
@@ -301,7 +301,8 @@ class FlatModel:
     @torch.no_grad()
     def refresh(self) -> None:
         """Make the wire buffers hold what the parameters hold, after somebody wrote into the parameters."""
-        self._masters.take_up()
+        if self._masters:
+            self._masters.take_up()
         for pairs in self._copied:
             for source, home in pairs:
                 home.copy_(source)

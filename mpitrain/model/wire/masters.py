@@ -21,7 +21,7 @@ SIXTEEN = (torch.bfloat16, torch.float16)
 
 
 class Masters:
-    """Those of one process.
+    """Those of one process; false where there are none.
 
     Args:
         parameters: any; those in 16 bits get a master.
@@ -35,6 +35,9 @@ class Masters:
         for one in narrow:
             if one in optimizer.state:
                 optimizer.state[one].update(widened(optimizer.state[one]))
+
+    def __bool__(self) -> bool:
+        return bool(self._pairs)
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
         """What is stepped in its place: its master, or itself."""
