@@ -24,6 +24,10 @@ CODED = [
     "allreduce(codec=topk())",
     "sync(push_wire=threshold(density=0.2,dense_below=0),reply_wire='float16')",
 ]
+NARROW = [
+    "sync(servers=2,optimizer='worker')",
+    "decentralized(topology='ring')",
+]  # with masters on the device
 MORE_TOGETHER = [
     "sync(servers=2)", "localsgd(period=3,outer=diloco())", "sharded()", "tensor()",
     "sync(aggregate='node')",
@@ -65,7 +69,7 @@ def both(strategies: list[str], *arguments: str) -> list[Call]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("simulated")
-    call_on(RANKS, path, both(TOGETHER) + both(CODED, "single")).check()
+    call_on(RANKS, path, both(TOGETHER) + both(CODED, "single") + both(NARROW, "narrow")).check()
     return path
 
 
@@ -96,7 +100,7 @@ def check_same(path: Path, found: str, expected: str) -> None:
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[1])
 
 
-@pytest.mark.parametrize("strategy", TOGETHER + CODED)
+@pytest.mark.parametrize("strategy", TOGETHER + CODED + NARROW)
 def test_a_job_makes_the_bits_of_the_host(runs: Path, strategy: str) -> None:
     check_same(runs, f"sim-{strategy}", f"cpu-{strategy}")
 

@@ -198,7 +198,7 @@ def test_layerwise_optimizers_are_refused_with_the_reason():
 def test_mixed_dtypes_and_too_many_servers_are_refused():
     module = make_model()
     module.p1.data = module.p1.data.double()
-    with pytest.raises(UsageError, match="float32, torch.float64"):
+    with pytest.raises(UsageError, match="p4 is float32, p1 is float64: convert them"):
         make_layout(module, torch.optim.SGD(module.parameters(), lr=0.1), 1)
     small = nn.Linear(1, 1)
     with pytest.raises(UsageError, match="3 servers for 2 parameters"):

@@ -33,11 +33,20 @@ def normed():
     return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
 
 
+class Narrow(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x.bfloat16()).float()
+
+
+def narrow():
+    return Narrow(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).bfloat16()
+
+
 def single():
     return splits.Deep().float()
 
 
-MODELS = {"single": single, "normed": normed}
+MODELS = {"single": single, "normed": normed, "narrow": narrow}
 
 
 def job_of(device, model=""):
