@@ -125,8 +125,8 @@ def make_layout(
     """
     tables = tables_of(module)
     apart, trained = {id(table.parameter) for table in tables}, trainable(module, optimizer)
-    dtype, travels = _dtypes(trained, bool(tables), strategy)
     entries = [entry for entry in trained if id(entry[1]) not in apart]
+    dtype, travels = _dtypes(entries or trained, bool(tables), strategy)
     if reduces:
         entries = []
         if not tables:
