@@ -50,7 +50,9 @@ def test_models_in_16_bits_travel_in_16_and_meet_in_32():
     text = plan(mt.Async(servers=2, push_wire="float16"), 6, **toy.LINEAR_BFLOAT16)
     assert "each worker sends 48 B and receives 48 B per batch" in text  # 24 numbers
     text = plan(mt.Decentralized("ring"), 5, **toy.LINEAR_BFLOAT16)
-    assert "48 B to each of 2 peers" in text and "at the end: at most 288 B sent per rank" in text
+    assert (
+        "2 messages of 48 B, 96 B sent per rank" in text and "at the end: at most 288 B sent per rank" in text
+    )
     assert "4 copies of the model beside it on every rank: 384 B" in text
 
 

@@ -265,7 +265,7 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(UsageError, match="replaces the optimizer's"):
         mt.simulate(toy.make_job(), mt.Async(push_wire=mt.TopK(momentum=0.9)), 2, quiet=True)
     wide = toy.make_job(**toy.DYADIC["quadratic in float64"])
-    with pytest.raises(UsageError, match="float32 parameters"):
+    with pytest.raises(UsageError, match="takes parameters of float32 or 16 bits"):
         mt.simulate(wide, mt.Async(push_wire=mt.Threshold()), 2, quiet=True)
     elastic = parse("elastic(push_wire=bfloat16())", "strategy")
     assert elastic.push_numbers == "bfloat16" and elastic.push_codec.is_none
