@@ -263,12 +263,12 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any, catalog
 
 def _memory(job: Job, roles: Roles, module: nn.Module, optimizer: Any, before_bytes: float) -> list[str]:
     strategy, push, reply = job.run_strategy, 0.0, 0.0
-    sizes = sizes_of(module, optimizer)
+    sizes = sizes_of(module, optimizer, strategy)
     if isinstance(strategy, ServerStrategy):
         if strategy.reduces:  # their tables are told already
             return []
         layout = make_layout(module, optimizer, len(roles.servers))
-        push, reply = message_sizes(strategy, module, layout.cuts[-1], layout.dtype)
+        push, reply = message_sizes(strategy, module, layout.cuts[-1], layout.wire_dtype)
     elif strategy.sends_messages:
         push = float(sizes.trained)
     messages = Messages(len(roles.workers), push, reply)

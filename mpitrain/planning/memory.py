@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from mpitrain.codecs.base import Codec
 from mpitrain.errors import UsageError
 from mpitrain.model.optimizers.optimizer import check_elementwise, rebuild, state_bytes
+from mpitrain.model.wire.masters import SIXTEEN, keeps_masters
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
@@ -32,14 +33,21 @@ _LIBRARIES_BYTES = (
 
 
 class Sizes(NamedTuple):
-    """Bytes of a model: of its parameters, of those that are trained and the largest of these, of the optimizer's state
-    (None: not known), and of what a step of the optimizer makes and drops."""
+    """Bytes of a model: of its parameters, of those that are trained, of these as they are stepped (masters in 32 bits)
+    and of the largest of these, of the optimizer's state (None: not known), and of what a step of the optimizer makes
+    and drops."""
 
     parameters: int
     trained: int
+    stepped: int
     largest: int
     optimizer: int | None
     step: int
+
+    @property
+    def masters(self) -> int:
+        """Of masters beside the model; of each, and of its gradient in 32 bits, where they are stepped."""
+        return self.stepped if self.stepped > self.trained else 0
 
 
 class Need(NamedTuple):
@@ -62,26 +70,33 @@ class Messages(NamedTuple):
     reply: float = 0.0
 
 
-def sizes_of(module: nn.Module, optimizer: Optimizer) -> Sizes:
+def sizes_of(module: nn.Module, optimizer: Optimizer, strategy: Strategy) -> Sizes:
     """Of a module that is built here."""
     trained = [one for one in module.parameters() if one.requires_grad]
-    largest = max((one.nbytes for one in trained), default=0)
+    dtypes = [_stepped(one.dtype, strategy) for one in trained]
+    stepped = [one.numel() * dtype.itemsize for one, dtype in zip(trained, dtypes, strict=True)]
+    largest = max(stepped, default=0)
     is_sgd = isinstance(optimizer, torch.optim.SGD)
     return Sizes(
         parameters=sum(one.nbytes for one in module.parameters()),
         trained=sum(one.nbytes for one in trained),
+        stepped=sum(stepped),
         largest=largest,
-        optimizer=_state_bytes(trained, optimizer),
+        optimizer=_state_bytes(trained, optimizer, strategy),
         step=0 if is_sgd else 2 * largest,
     )
 
 
-def _state_bytes(trained: Sequence[nn.Parameter], optimizer: Optimizer) -> int | None:
+def _stepped(dtype: torch.dtype, strategy: Strategy) -> torch.dtype:
+    return torch.float32 if dtype in SIXTEEN and keeps_masters(strategy) else dtype
+
+
+def _state_bytes(trained: Sequence[nn.Parameter], optimizer: Optimizer, strategy: Strategy) -> int | None:
     """Of an optimizer that looks at one element at a time by a small tensor, so that no step of a large model is taken
     for it."""
     try:
         check_elementwise(optimizer)
-        sample = nn.Parameter(torch.zeros(_SAMPLE, dtype=trained[0].dtype))
+        sample = nn.Parameter(torch.zeros(_SAMPLE, dtype=_stepped(trained[0].dtype, strategy)))
         each = state_bytes([sample], rebuild(optimizer, [(0, sample)]))
     except (UsageError, IndexError):
         return state_bytes(trained, optimizer)
@@ -132,8 +147,14 @@ def _averaged(strategy: LocalSGD, sizes: Sizes, messages: Messages) -> list[Need
 
 def _told(strategy: Decentralized, sizes: Sizes, messages: Messages) -> list[Need]:
     senders = len(strategy.senders(0, messages.num_workers, 0))
-    copies = senders * sizes.trained if strategy.mixes and not strategy.codec.is_none else 0
-    held = {"update": 3 * sizes.trained, "arriving updates": senders * messages.push, "copies": copies}
+    copies = senders * sizes.stepped if strategy.mixes and not strategy.codec.is_none else 0
+    update = 2 * sizes.stepped + sizes.trained  # two are made, and one leaves
+    held = {
+        "masters": 2 * sizes.masters,
+        "update": update,
+        "arriving updates": senders * messages.push,
+        "copies": copies,
+    }
     return [Need("each rank", _trained(sizes, **held))]
 
 
@@ -141,24 +162,29 @@ def _served(strategy: ServerStrategy, sizes: Sizes, messages: Messages) -> list[
     num_workers, share = messages.num_workers, 1 / strategy.servers
     on_workers = strategy.steps_on_workers
     state = sizes.optimizer or 0
+    rounds = strategy.reply_numbers != "full" or sizes.masters > 0
+    masters = sizes.masters if strategy.moves else 0
     each = {
         "copies for the codec": strategy.reply_codec,
         "what each worker has read": strategy.damping.make_correction(),
     }
     server = {
         "the whole model": sizes.parameters,
-        "shard": share * sizes.trained,
+        "masters": masters,
+        "shard": share * sizes.stepped,
         "optimizer": 0 if on_workers else share * state,
         "arriving pushes": share * num_workers * messages.push,
-        "replies": share * messages.reply if strategy.reply_numbers != "full" else 0,
-        **{name: share * num_workers * sizes.trained for name, kept in each.items() if _is_kept(kept)},
+        "widened pushes": share * min(num_workers, 2) * sizes.masters,
+        "replies": share * messages.reply if rounds else 0,
+        **{name: share * num_workers * sizes.stepped for name, kept in each.items() if _is_kept(kept)},
     }
     worker = {
         "parameters": sizes.parameters,
         "gradients": sizes.trained,
+        "masters": 2 * masters,
         "optimizer": state if on_workers else 0,
         "pushes": strategy.inflight * messages.push,
-        "replies": messages.reply if strategy.reply_numbers != "full" else 0,
+        "replies": messages.reply if strategy.reply_numbers != "full" or masters else 0,
         "the optimizer's step": sizes.step if on_workers else 0,
     }
     return [Need("each server", server), Need("each worker", worker)]

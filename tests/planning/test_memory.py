@@ -10,11 +10,11 @@ from mpitrain.values import parse
 P = 4 * 1000 * 1000
 
 
-def needs(text, optimizer, num_workers):
-    module = nn.Sequential(nn.Linear(1000, 1000, bias=False))
-    sizes = sizes_of(module, optimizer(module.parameters()))
-    found = memory_needs(parse(text, "strategy"), sizes, Messages(num_workers, P, P))
-    return {need.who: need.num_bytes / P for need in found}
+def needs(text, optimizer, num_workers, dtype=torch.float32):
+    module, strategy = nn.Sequential(nn.Linear(1000, 1000, bias=False, dtype=dtype)), parse(text, "strategy")
+    sizes, model = sizes_of(module, optimizer(module.parameters()), strategy), P * dtype.itemsize // 4
+    found = memory_needs(strategy, sizes, Messages(num_workers, model, model))
+    return {need.who: need.num_bytes / model for need in found}
 
 
 def sgd(parameters):
@@ -51,10 +51,25 @@ def test_a_rank_needs_so_many_times_the_model(text, optimizer, num_workers, expe
     assert needs(text, optimizer, num_workers) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize(("text", "optimizer", "num_workers", "expected"), [
+    ("allreduce()", momentum, 2, {"each rank": 4}),
+    # a server: the model, and in 32 bits its shard, momentum and a widened push; a push and a reply as they travel
+    ("sync()", momentum, 1, {"each server": 1 + 2 + 2 + 2 + 1 + 1, "each worker": 3}),
+    # a worker: parameters, gradients, push and reply; masters, their gradients, Adam's moments and two temporaries
+    ("async(optimizer='worker')", adam, 2, {"each server": 1 + 2 + 2 + 2 + 4 + 1, "each worker": 4 + 4 + 4 + 4}),
+    # a peer: parameters and gradients; masters, their gradients and an update made twice; what leaves and arrives
+    ("decentralized()", sgd, 3, {"each rank": 2 + 4 + 4 + 1 + 2}),
+])  # fmt: skip
+def test_a_model_in_16_bits_is_held_in_32_where_it_is_stepped(text, optimizer, num_workers, expected):
+    assert needs(text, optimizer, num_workers, torch.bfloat16) == pytest.approx(expected, rel=1e-3)
+
+
 def test_what_is_told_adds_up_and_fits_a_terminal():
     module = nn.Linear(1000, 1000, bias=False)
     found = memory_needs(
-        parse("sync()", "strategy"), sizes_of(module, adam(module.parameters())), Messages(3, P, P)
+        parse("sync()", "strategy"),
+        sizes_of(module, adam(module.parameters()), parse("sync()", "strategy")),
+        Messages(3, P, P),
     )
     lines = describe_memory(found, 2**28)
     assert lines[0] == "memory      each server: 282.7 MiB"  # 256 MiB and 7 times 4 MB

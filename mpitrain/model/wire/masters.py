@@ -65,9 +65,14 @@ class Masters:
                 torch._foreach_copy_([data for data, _ in own], [master for _, master in self._pairs])
 
 
+def keeps_masters(strategy: Strategy) -> bool:
+    """Servers and peers do."""
+    return strategy.sends_messages
+
+
 def without_masters(module: nn.Module, strategy: Strategy) -> str:
     """What to tell of a model in 16 bits whose optimizer steps it as it is; empty where there is nothing to tell."""
-    if strategy.sends_messages:  # servers and peers
+    if keeps_masters(strategy):
         return ""
     named = [(name, one.dtype) for name, one in module.named_parameters() if one.requires_grad]
     narrow = [f"{name} is {str(dtype).removeprefix('torch.')}" for name, dtype in named if dtype in SIXTEEN]
