@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from mpitrain.mpi.memory.buffers import lease
+from mpitrain.mpi.process_group.packing import broadcast_packed
 
 
 class Collective(Protocol):
@@ -24,13 +25,16 @@ class Collective(Protocol):
     def collective(self, function: Callable[[], Any], what: str) -> Any: ...
 
 
-@torch.no_grad()
 def broadcast_tensors(runtime: Collective, tensors: Iterable[torch.Tensor], root: int = 0) -> None:
     """Overwrite `tensors` on every rank with those of `root`. All ranks pass the same shapes and dtypes in the same
     order.
     """
-    for tensor in tensors:
-        lent = lease(tensor, reads=runtime.rank == root, writes=runtime.rank != root)
+    is_root = runtime.rank == root
+
+    def broadcast(tensor: torch.Tensor) -> None:
+        lent = lease(tensor, reads=is_root, writes=not is_root)
         for message in lent.messages():
             runtime.collective(partial(runtime.comm.Bcast, message, root), f"broadcast from rank {root}")
         lent.finish()
+
+    broadcast_packed(tensors, broadcast, is_root)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from mpitrain.mpi.process_group.packing import broadcast_packed
 from mpitrain.system.launched.ranks import Ranks
 from mpitrain.threads.ranks import ThreadRanks
 from mpitrain.threads.sums import Sums
@@ -46,8 +47,7 @@ class GroupCollectives:
     def from_first(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Rank 0's values; new tensors."""
         values = [tensor.detach().clone() for tensor in tensors]
-        for value in values:
-            dist.broadcast(value, 0, group=self.group)
+        broadcast_packed(values, lambda one: dist.broadcast(one, 0, group=self.group), is_root=self.rank == 0)
         return values
 
 

@@ -9,6 +9,7 @@ import torch
 from mpitrain.errors import UsageError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.memory import buffers, device_aware
+from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 from tests.mpi.cases import raises, run_cases
 
 INTEGERS = [
@@ -58,6 +59,23 @@ def case_every_dtype_arrives_bit_for_bit(rt):
             got = torch.zeros_like(sent)
             exchange(rt, sent, got)
             assert rt.rank == 0 or torch.equal(bits(got), bits(sent)), (dtype, shape)
+
+
+def case_small_tensors_of_a_dtype_are_broadcast_together(rt):
+    """Two thousand tensors of 100 numbers are one collective for each dtype and 4 MB, not one for each tensor; strided
+    ones, scalars, empty ones and one that is too large to be packed arrive bit for bit."""
+    small = [torch.full((100,), float(number)) for number in range(2000)]
+    others = [torch.arange(12).view(3, 4).t(), torch.tensor(7), torch.zeros(0, 3, dtype=torch.int64)]
+    large = torch.arange(1 << 21, dtype=torch.float32)
+    sent = [*small[:1000], *others, torch.ones(3, dtype=torch.float8_e5m2), *small[1000:], large]
+    got = sent if rt.rank == 1 else [torch.zeros_like(one) for one in sent]
+    with mock.patch.object(rt, "collective", wraps=rt.collective) as collective:
+        broadcast_tensors(rt, got, root=1)
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(got, sent, strict=True))
+    assert collective.call_count == 4  # integers, eight bits, small floats, the large one
+    with mock.patch.object(rt, "collective", wraps=rt.collective) as collective:
+        broadcast_tensors(rt, [torch.zeros(100) for _ in range(20_000)])
+    assert collective.call_count == 2  # 8 MB
 
 
 def case_sums_are_right_for_every_dtype(rt):
