@@ -20,6 +20,7 @@ from mpitrain.errors import UsageError
 from mpitrain.torch_versions import NormWithStatistics
 
 COLUMNS, WORD = 1024, 8  # words in a row of a fingerprint, bytes in a word
+STACKED = 512  # tensors of one row at most that are looked at in one pass
 WAY_OUT = (
     "compute with a changed copy (torch.nn.functional.normalize(rows), weight.clamp(-c, c)), and leave max_norm of an "
     "Embedding out"
@@ -156,9 +157,27 @@ def held_alike(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 @torch.no_grad()
 def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A whole number of 64 bits for each, of its bits and where they stand, in host memory."""
-    if not tensors:
-        return torch.zeros(0, dtype=torch.int64)
-    return torch.stack([_fingerprint(one).cpu() for one in tensors])
+    found = torch.zeros(len(tensors), dtype=torch.int64)
+    alike: dict[tuple[torch.dtype, int, torch.device], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.nbytes > COLUMNS * WORD:
+            found[number] = _fingerprint(tensor)
+        elif tensor.nbytes:
+            alike.setdefault((tensor.dtype, tensor.numel(), tensor.device), []).append(number)
+    for numbers in alike.values():
+        for start in range(0, len(numbers), STACKED):
+            few = numbers[start : start + STACKED]
+            found[few] = _row_fingerprints([tensors[number] for number in few]).cpu()
+    return found
+
+
+def _row_fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Those of tensors of one row at most, all of one dtype and as many numbers, at once."""
+    rows = torch.stack([one.reshape(-1) for one in tensors]).resolve_conj()
+    rows = (torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows).view(torch.uint8)
+    num_bytes = rows.size(1)
+    words = nn.functional.pad(rows, (0, -num_bytes % WORD)).view(torch.int64)
+    return (words * _weights(rows.device)[: words.size(1)]).sum(1) + num_bytes
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:

@@ -160,6 +160,16 @@ def test_a_fingerprint_is_of_every_number_and_its_place(dtype):
     assert fingerprints([]).numel() == 0
 
 
+def test_a_fingerprint_does_not_depend_on_what_else_is_looked_at():
+    """Small tensors are looked at together, up to 512 of one shape; large ones one by one."""
+    sizes, generator = [0, 1, 7, 100, 2048, 2049], torch.Generator().manual_seed(1)
+    many = [torch.randn(sizes[i % 6], generator=generator) for i in range(3600)]
+    many += [torch.arange(7), torch.ones(7, dtype=torch.complex64).mul(1j).conj()]
+    together = fingerprints(many)
+    assert torch.equal(together[-32:], torch.cat([fingerprints([one]) for one in many[-32:]]))
+    assert together[3::6].unique().numel() == 600
+
+
 def test_looks_come_at_first_and_then_ever_more_seldom():
     looks = Rarely()
     assert [call for call in range(1, 50) if looks()] == [1, 2, 3, 6, 12, 24, 48]
