@@ -67,6 +67,7 @@ class ParallelModule:
 
     def __init__(self, module: nn.Module, find_unused: bool | None, codec: Codec, seed: int):
         self.module, self.find_unused = module, find_unused
+        self._named = list(module.named_parameters())
         self.ddp: DistributedDataParallel | None = self._make()
         self.hook = attach(self.ddp, codec, seed)
 
@@ -123,12 +124,11 @@ class ParallelModule:
         """
         if self.find_unused or not self.reduces:
             return
-        named = self.module.named_parameters()
-        trained = ((name, one) for name, one in named if one.requires_grad)
         left_out = [
             name
-            for name, one in trained
-            if one.grad is None or (id(one) in added_up and one.grad.data_ptr() == added_up[id(one)])
+            for name, one in self._named
+            if one.requires_grad
+            and (one.grad is None or (id(one) in added_up and one.grad.data_ptr() == added_up[id(one)]))
         ]
         if left_out and added_up:
             raise UsageError(UNUSED_IN_PARTS)
