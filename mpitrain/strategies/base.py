@@ -11,9 +11,8 @@ which of the waiting workers may read the model and go on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from mpitrain.codecs.base import Codec
@@ -32,8 +31,8 @@ class Arrival(NamedTuple):
 
     worker: who computed it; step: the worker's own count of pushes, from 0; read: the version it was computed
     on; version: the shard's version now; now_s: the world's clock in seconds; blocked: workers waiting for an
-    answer, the pusher included; active: workers that take part now, the pusher included; reads: the versions that
-    each worker computes on, the oldest first, the one that this push ends still among them.
+    answer, the pusher included; active: workers that take part now, the pusher included; tightest, unread: of what
+    this push leaves, as in `ReadsLeft`.
     """
 
     worker: int
@@ -43,16 +42,22 @@ class Arrival(NamedTuple):
     now_s: float
     blocked: Set[int]
     active: Set[int]
-    reads: Mapping[int, Sequence[int]] = MappingProxyType({})
+    tightest: int | None = None
+    unread: bool = False
 
 
 class ReadsLeft(NamedTuple):
-    """What is being computed on: the fields of an `Arrival` by these names."""
+    """What is being computed on.
+
+    version, blocked: as in an `Arrival`; tightest: the least of the versions that are computed on, that of a worker's
+    second gradient less one, since it is used one update later at the soonest; None where nobody computes; unread:
+    whether somebody takes part that is neither blocked nor computes on anything, and so is about to read.
+    """
 
     version: int
-    reads: Mapping[int, Sequence[int]]
     blocked: Set[int]
-    active: Set[int]
+    tightest: int | None
+    unread: bool
 
 
 class Verdict(NamedTuple):

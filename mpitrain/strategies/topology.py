@@ -15,6 +15,9 @@ All but the one-peer graph are symmetric. On a ring |x - xbar| shrinks by (1 + 2
 
 from __future__ import annotations
 
+import functools
+import math
+
 from mpitrain.errors import UsageError
 from mpitrain.values import nearest
 
@@ -44,7 +47,7 @@ def mixing_weights(topology: str, rank: int, number: int, step: int | None = Non
         return _weighed(rank, sorted(near), 1.0 / (len(near) + 1))
     if topology == "ring":
         return _ring(rank, number)
-    rows = max(row for row in range(1, number + 1) if row * row <= number and number % row == 0)
+    rows = _num_rows(number)
     if rows == 1:
         return _ring(rank, number)
     columns = number // rows
@@ -90,6 +93,12 @@ def tree(rank: int, number: int) -> tuple[int, ...]:
     """Parent and children."""
     above = parent(rank)
     return (*([] if above is None else [above]), *children(rank, number))
+
+
+@functools.lru_cache
+def _num_rows(number: int) -> int:
+    """Of the most square grid."""
+    return next(rows for rows in range(math.isqrt(number), 0, -1) if number % rows == 0)
 
 
 def _hop(number: int, step: int) -> int:

@@ -5,7 +5,7 @@ import pytest
 from mpitrain.errors import UsageError
 from mpitrain.strategies import Bounded, Drop, Inverse
 from mpitrain.strategies.base import Arrival, ReadsLeft
-from tests.strategies.test_rules import explore
+from tests.strategies.test_rules import explore, left_of
 
 WORLDS = [(workers, 1, bound) for workers in (1, 2, 3, 4) for bound in (0, 1, 2, 3)]
 WORLDS += [(5, 1, 0), (5, 1, 1), (2, 2, 0), (2, 2, 1), (2, 2, 2), (3, 2, 0), (3, 2, 1), (2, 3, 0), (2, 3, 1)]
@@ -27,10 +27,10 @@ def test_no_interleaving_makes_a_read_too_old_or_anybody_wait_for_ever(num_worke
 def push(reads, version, blocked=(), worker=0, strategy=None, active=(0, 1, 2)):
     strategy = strategy or Bounded(staleness=2)
     memory = strategy.start(active) | {"waiting": len(blocked)}
-    read = reads[worker][0]
-    return strategy.on_push(
-        memory, Arrival(worker, 0, read, version, 0.0, {worker, *blocked}, set(active), reads)
-    )
+    read, *later = reads[worker]
+    blocked, active = {worker, *blocked}, set(active)
+    left = left_of(reads | {worker: later}, blocked, active)
+    return strategy.on_push(memory, Arrival(worker, 0, read, version, 0.0, blocked, active, *left))
 
 
 def test_a_push_waits_exactly_when_its_update_alone_would_carry_a_read_beyond_the_bound():
@@ -50,12 +50,12 @@ def test_a_dropped_gradient_waits_for_nothing_and_frees_those_it_was_waited_for(
 def test_one_that_is_about_to_read_counts_with_all_that_it_may_have_in_flight(inflight, staleness):
     """Its last gradient of those sees an update for each of the others, and the one that is looked at."""
     strategy = Bounded(staleness=staleness, inflight=inflight)
-    left = ReadsLeft(5, {}, {0}, {0, 1})
+    left = ReadsLeft(5, {0}, *left_of({}, {0}, {0, 1}))
     flushes = strategy.on_read_ended({"waiting": 1}, left).flush
     assert flushes == (inflight <= staleness)
-    known = ReadsLeft(5, {1: (5,) * inflight}, {0}, {0, 1})
+    known = ReadsLeft(5, {0}, *left_of({1: (5,) * inflight}, {0}, {0, 1}))
     assert strategy.on_read_ended({"waiting": 1}, known).flush == flushes, "as if it had read just now"
-    nobody = ReadsLeft(5, {}, {0, 1}, {0, 1})
+    nobody = ReadsLeft(5, {0, 1}, *left_of({}, {0, 1}, {0, 1}))
     assert strategy.on_read_ended({"waiting": 1}, nobody).flush
 
 

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies import Async, Backup, Drop, Inverse, Keep, Power, SoftSync, StaleSync, Sync
-from mpitrain.strategies.base import Arrival, ReadsLeft
+from mpitrain.roles.server.worker_state import WorkerEvent, WorkerTable
+from mpitrain.strategies import Async, Backup, Bounded, Drop, Inverse, Keep, Power, SoftSync, StaleSync, Sync
+from mpitrain.strategies.base import Arrival, ReadsLeft, Verdict
+from mpitrain.strategies.parameter_server.staleness import ShardCounts
 from mpitrain.values import registered
 from tests.virtual.course import COURSE, on_servers
 
@@ -22,6 +24,12 @@ EVENTS = st.lists(
     st.tuples(st.integers(0, 5), st.sampled_from(["push"] * 12 + ["leave", "join"])), max_size=100
 )
 SIZES = st.integers(1, 6)
+
+
+def left_of(reads, blocked, active):
+    """(tightest, unread) of what workers compute on, by the definition."""
+    olds = [read - place for own in reads.values() for place, read in enumerate(own)]
+    return min(olds, default=None), any(not reads.get(worker) for worker in active - blocked)
 
 
 class Update(NamedTuple):
@@ -54,8 +62,8 @@ class Desk:
         else:
             self._carry_out(self._leave(worker) if what == "leave" else self._push(worker))
             if what == "leave" and self.gathered:
-                reads = {other: (read,) for other, read in self.reads.items()}
-                left = ReadsLeft(self.version, reads, set(self.blocked), set(self.active))
+                blocked, active = set(self.blocked), set(self.active)
+                left = ReadsLeft(self.version, blocked, *left_of(self._reads(), blocked, active))
                 self._carry_out(self.strategy.on_read_ended(self.memory, left))
         assert not self.active or self.active - self.blocked, "everybody is blocked"
 
@@ -65,16 +73,20 @@ class Desk:
         return self.strategy.on_leave(self.memory, worker, set(self.blocked), set(self.active))
 
     def _push(self, worker):
-        reads = {other: (read,) for other, read in self.reads.items()}
         read = self.reads.pop(worker)
         self.blocked.add(worker)
         self.clock[worker] += 1
-        arrival = Arrival(worker, 0, read, self.version, 0.0, set(self.blocked), set(self.active), reads)
+        blocked, active = set(self.blocked), set(self.active)
+        left = left_of(self._reads(), blocked, active)
+        arrival = Arrival(worker, 0, read, self.version, 0.0, blocked, active, *left)
         verdict = self.strategy.on_push(self.memory, arrival)
         self.verdicts.append((self.version - read, verdict))
         if verdict.weight > 0:
             self.gathered.append(self.version - read)
         return verdict
+
+    def _reads(self):
+        return {worker: (read,) for worker, read in self.reads.items()}
 
     def _carry_out(self, verdict):
         assert set(verdict.release) <= self.blocked and set(verdict.restart) <= set(self.reads)
@@ -124,6 +136,98 @@ def test_lockstep_takes_exactly_its_quorum_of_the_present_version(num_workers, s
         for staleness, verdict in desk.verdicts:
             assert verdict.late == (staleness > 0) == (verdict.weight == 0)
             assert bool(verdict.restart) <= (policy == "abort" and verdict.flush)
+
+
+class Scanned(StaleSync):
+    """`ssp` by its definition: whoever waits is looked at after every push, and the slowest clock of all."""
+
+    def start(self, workers):
+        return {"clock": {str(worker): 0 for worker in workers}}
+
+    def on_push(self, memory, arrival):
+        memory["clock"][str(arrival.worker)] += 1
+        weight = self.damping.weight(arrival.version - arrival.read)
+        return Verdict(weight, weight > 0, self._within(memory, arrival.blocked))
+
+    def on_join(self, memory, worker, active):
+        memory["clock"][str(worker)] = min(memory["clock"].values(), default=0)
+
+    def on_leave(self, memory, worker, blocked, active):
+        memory["clock"].pop(str(worker), None)
+        return Verdict(0.0, False, self._within(memory, blocked))
+
+    def _within(self, memory, blocked):
+        horizon = min(memory["clock"].values(), default=0) + self.bound
+        return tuple(worker for worker in sorted(blocked) if memory["clock"][str(worker)] <= horizon)
+
+
+@settings(max_examples=200)
+@given(num_workers=SIZES, bound=st.integers(0, 3), events=EVENTS)
+def test_ssp_is_what_looking_at_all_clocks_makes_it(num_workers, bound, events):
+    fast, scanned = (drive(of(bound=bound), num_workers, events) for of in (StaleSync, Scanned))
+    assert fast.verdicts == scanned.verdicts and fast.blocked == scanned.blocked
+    assert fast.memory["clock"] == scanned.memory["clock"]
+
+
+class Looked:
+    """How many elements somebody has looked at, in containers that share this."""
+
+    number = 0
+
+
+def watched(kind, content, looked):
+    """A set or dict that counts each element that is looked at."""
+
+    def count(name):
+        def method(self, *others):
+            looked.number += 1 if name == "__contains__" else len(self)
+            return getattr(kind, name)(self, *others)
+
+        return method
+
+    names = ("__iter__", "__contains__", "__sub__", "__and__", "__or__", "__le__", "values", "items", "copy")
+    known = {name: count(name) for name in names if hasattr(kind, name)}
+    return type("Watched", (kind,), known)(content)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [StaleSync(bound=2), Bounded(staleness=2000), SoftSync(updates=10), SoftSync(updates=600, blocking=True)],
+)
+def test_a_push_costs_no_look_at_all_workers(strategy):
+    """A thousand push three times each, one after the other: what is looked at is a few each, and each once more where
+    it is released."""
+    number, looked = 1000, Looked()
+    table, counts = WorkerTable(range(number), range(number)), ShardCounts()
+    for worker in range(number):
+        table.move(worker, WorkerEvent.JOIN)
+        table.move(worker, WorkerEvent.ANSWER)
+        counts.read(worker, 0)
+    memory = strategy.start(tuple(range(number)))
+    memory = {
+        key: watched(dict, one, looked) if isinstance(one, dict) else one for key, one in memory.items()
+    }
+    counts.reads = watched(dict, counts.reads, looked)
+    counts._tightest._count = watched(dict, counts._tightest._count, looked)
+    num_pushes = 0
+    for worker in [*range(number)] * 3:
+        if worker in table.blocked:
+            continue
+        num_pushes += 1
+        table.move(worker, WorkerEvent.PUSH)
+        blocked, active = (watched(set, one, looked) for one in (table.blocked, table.active))
+        left = counts.tightest(worker), table.any_unread(counts.reads)
+        verdict = strategy.on_push(
+            memory,
+            Arrival(worker, 0, counts.oldest_read(worker), counts.version, 0.0, blocked, active, *left),
+        )
+        counts.push(worker, 1, 0, verdict.weight)
+        if verdict.flush:
+            counts.update()
+        for other in verdict.release:
+            table.move(other, WorkerEvent.ANSWER)
+            counts.read(other, 0)
+    assert num_pushes > 2 * number - 500 and looked.number < 12 * num_pushes
 
 
 @given(
@@ -186,17 +290,18 @@ def take(strategy, shard, worker, horizon):
     memory, lags = json.loads(shard.memory), list(shard.lags)
     coming, active, blocked = list(shard.coming), set(shard.active), set(shard.blocked)
     what, coming[worker] = coming[worker], ""
-    reads = reads_of(lags)
     lag, lags[worker] = lags[worker], None
     if what == "leave":
         active.discard(worker)
         verdict = strategy.on_leave(memory, worker, set(blocked), set(active))
         if not verdict.flush and not verdict.release:
-            verdict = strategy.on_read_ended(memory, ReadsLeft(9, reads_of(lags), set(blocked), set(active)))
+            left = left_of(reads_of(lags), blocked, active)
+            verdict = strategy.on_read_ended(memory, ReadsLeft(9, set(blocked), *left))
     else:
         blocked.add(worker)
+        left = left_of(reads_of(lags), blocked, active)
         verdict = strategy.on_push(
-            memory, Arrival(worker, 0, 9 - lag, 9, 0.0, set(blocked), set(active), reads)
+            memory, Arrival(worker, 0, 9 - lag, 9, 0.0, set(blocked), set(active), *left)
         )
     if verdict.flush:
         lags = [None if lag is None else min(lag + 1, horizon) for lag in lags]
@@ -204,7 +309,10 @@ def take(strategy, shard, worker, horizon):
         blocked.discard(other)
         lags[other] = 0
     if clocks := memory.get("clock"):
-        memory["clock"] = {key: clock - min(clocks.values()) for key, clock in clocks.items()}
+        least = min(clocks.values())
+        memory["clock"] = {key: clock - least for key, clock in clocks.items()}
+        memory["at"] = {str(int(clock) - least): number for clock, number in memory["at"].items()}
+        memory["slowest"] -= least
     text = json.dumps(memory, sort_keys=True)
     return Shard(text, tuple(lags), tuple(coming), frozenset(active), frozenset(blocked))
 

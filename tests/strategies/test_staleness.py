@@ -40,6 +40,24 @@ def test_both_sides_agree_after_every_event(events):
         assert left == right
 
 
+@given(EVENTS, st.integers(1, 3))
+def test_the_tightest_read_is_the_least_of_all(events, uses):
+    """By the definition, over all reads, with the one that a push would end and without."""
+    counts = ShardCounts()
+
+    def least(reads):
+        return min((read - place for own in reads.values() for place, read in enumerate(own)), default=None)
+
+    for worker, what in events:
+        if worker in counts.reads:
+            without = {**counts.reads, worker: counts.reads[worker][1:]}
+            assert counts.tightest(worker) == least(without)
+        else:
+            counts.read(worker, 8, uses)
+        play(counts, [(worker, what)])
+        assert counts.tightest() == least(counts.reads)
+
+
 @given(EVENTS, st.integers(0, 80))
 def test_state_restores_everything(events, cut):
     counts, again = ShardCounts(), ShardCounts()

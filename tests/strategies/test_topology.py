@@ -54,6 +54,18 @@ def test_every_matrix_is_doubly_stochastic_and_who_is_sent_to_listens(graph):
             assert rank in topology.receivers(name, other, number, step)
 
 
+@pytest.mark.parametrize("name, degree", [("ring", 2), ("torus", 4), ("exponential", 1)])
+def test_a_neighbour_costs_no_look_at_all_peers(name, degree):
+    """Nobody could go through a million times a million peers."""
+    number, rank = 10**12, 10**11 + 7
+    assert (
+        len(topology.receivers(name, rank, number, 3))
+        == degree
+        == len(topology.senders(name, rank, number, 3))
+    )
+    assert len(topology.contacts(name, rank, number, static=True)) <= 2 * number.bit_length() + 3
+
+
 @pytest.mark.parametrize("number", [3, 5, 8, 12])
 def test_the_ring_has_the_spectral_rate_that_is_stated(number):
     second = torch.linalg.eigvalsh(matrix("ring", number)).abs().sort().values[-2]

@@ -10,10 +10,13 @@ from safetensors.torch import load_file
 import mpitrain as mt
 from mpitrain.errors import DeadlockError
 from mpitrain.inject import Kill, Stop
+from mpitrain.roles.server.worker_state import WorkerTable
 from mpitrain.strategies import Async, Bounded, Drop, Inverse, Sync, Warmup
+from mpitrain.strategies.parameter_server.staleness import ShardCounts
 from mpitrain.virtual import Constant, Exponential, Ideal, LogNormal
 from tests import toy
 from tests.sampling import sampled
+from tests.strategies.test_rules import left_of
 from tests.virtual.test_course import check_all_is_accounted_for, samples_of
 from tests.virtual.worlds import Shuffled, all_leases, play
 
@@ -23,6 +26,26 @@ SCHEDULES = [
     {"compute": LogNormal(1.0, 1.5), "seed": 1},
     {"compute": Exponential(), "network": Shuffled(9), "slow": {0: 6.0}, "seed": 2},
 ]
+
+
+@pytest.fixture(autouse=True)
+def asked_by_the_definition(monkeypatch):
+    """What a server says of all reads at every push and departure is what looking at all of them says."""
+    tightest, any_unread = ShardCounts.tightest, WorkerTable.any_unread
+
+    def checked_tightest(counts, ended=None):
+        reads = counts.reads if ended is None else {**counts.reads, ended: counts.reads[ended][1:]}
+        found = tightest(counts, ended)
+        assert found == left_of(reads, set(), set())[0]
+        return found
+
+    def checked_unread(table, reads):
+        found = any_unread(table, reads)
+        assert found == left_of(reads, table.blocked, table.active)[1]
+        return found
+
+    monkeypatch.setattr(ShardCounts, "tightest", checked_tightest)
+    monkeypatch.setattr(WorkerTable, "any_unread", checked_unread)
 
 
 def watch(bound, num_workers, all_stay=True):

@@ -184,7 +184,7 @@ class Server:
             return
         arrival = Arrival(
             worker, message.step, message.version, self.counts.version, now_s, self.table.blocked, self.table.active,
-            self.counts.reads,
+            self.counts.tightest(worker if message.pull else None), self.table.any_unread(self.counts.reads),
         )  # fmt: skip
         verdict = self.strategy.on_push(self.memory, arrival)
         weight = 0.0 if counts_for_nothing else verdict.weight
@@ -403,7 +403,8 @@ class Server:
 
     def _reconsider(self) -> Steps:
         """A read has ended without a push that counts."""
-        left = ReadsLeft(self.counts.version, self.counts.reads, self.table.blocked, self.table.active)
+        unread = self.table.any_unread(self.counts.reads)
+        left = ReadsLeft(self.counts.version, self.table.blocked, self.counts.tightest(), unread)
         yield from self._carry_out(self.strategy.on_read_ended(self.memory, left))
 
     def _on_note(self, worker: int, message: Note) -> Steps:

@@ -33,7 +33,7 @@ take part ends it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Set
+from collections.abc import Container, Iterable, Set
 from dataclasses import dataclass
 
 from mpitrain.errors import WireError
@@ -169,6 +169,7 @@ class WorkerTable:
         self._in[WorkerState.EXPECTED].update(self._records)
         self._present, self._active = set(self._records), set(active)
         self._num_moves = 0
+        self._maybe_unread = dict.fromkeys(self._active)  # all of them have moved since it was asked
         self.active_version = 0  # another one where `active` is another set
 
     def __getitem__(self, worker: int) -> WorkerRecord:
@@ -201,6 +202,7 @@ class WorkerTable:
         if record.state not in MAY_TAKE_PART and worker in self._active:
             self._active.discard(worker)
             self.active_version += 1
+        self._maybe_unread[worker] = None
         if record.state not in PRESENT:  # nobody comes back
             self._present.discard(worker)
 
@@ -222,7 +224,18 @@ class WorkerTable:
         if (state := self._records[worker].state) not in MAY_TAKE_PART:
             raise WireError(f"worker {worker} is {state.name}, and cannot take part in updates")
         self._active.add(worker)
+        self._maybe_unread[worker] = None
         self.active_version += 1
+
+    def any_unread(self, reads: Container[int]) -> bool:
+        """Whether somebody takes part that is neither blocked nor, by `reads`, computes on anything. Only those are
+        looked at that have moved since they were last: nobody's reads end otherwise."""
+        while self._maybe_unread:
+            worker = next(reversed(self._maybe_unread))
+            if worker in self._active and worker not in self.blocked and worker not in reads:
+                return True
+            del self._maybe_unread[worker]
+        return False
 
     def who(self, *states: WorkerState) -> set[int]:
         """The workers that are in one of `states`."""

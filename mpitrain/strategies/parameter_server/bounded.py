@@ -69,8 +69,7 @@ class Bounded(ServerStrategy):
     def on_push(self, memory: dict[str, Any], arrival: Arrival) -> Verdict:
         weight = self.damping.weight(arrival.version - arrival.read)
         memory["waiting"] += weight > 0
-        reads = {**arrival.reads, arrival.worker: arrival.reads.get(arrival.worker, ())[1:]}
-        left = ReadsLeft(arrival.version, reads, arrival.blocked, arrival.active)
+        left = ReadsLeft(arrival.version, arrival.blocked, arrival.tightest, arrival.unread)
         if memory["waiting"] and self._fits(left):
             memory["waiting"] = 0
             return Verdict(weight, True, tuple(sorted(arrival.blocked)))
@@ -84,11 +83,8 @@ class Bounded(ServerStrategy):
         return Verdict(0.0, True, tuple(sorted(left.blocked)))
 
     def _fits(self, left: ReadsLeft) -> bool:
-        """Whether one more version keeps all reads within the bound. The second of a worker's is used one update later
-        at the soonest; who is about to read counts as if it had read the present version."""
-        olds = [
-            left.version + 1 - read + place for own in left.reads.values() for place, read in enumerate(own)
-        ]
-        if any(not left.reads.get(worker) for worker in left.active - left.blocked):
-            olds.append(self.inflight)
-        return max(olds, default=0) <= self.staleness
+        """Whether one more version keeps all reads within the bound. Who is about to read counts as if it had read the
+        present version."""
+        if left.unread and self.inflight > self.staleness:
+            return False
+        return left.tightest is None or left.version + 1 - left.tightest <= self.staleness

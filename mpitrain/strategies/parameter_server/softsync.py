@@ -78,4 +78,4 @@ class SoftSync(ServerStrategy):
 
     def _all_wait(self, memory: dict[str, Any], blocked: Set[int], active: Set[int]) -> bool:
         """Nobody is left who could complete the update: apply what there is."""
-        return memory["gathered"] > 0 and active <= blocked
+        return memory["gathered"] > 0 and len(active) <= len(blocked) and active <= blocked

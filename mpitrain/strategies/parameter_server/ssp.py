@@ -37,20 +37,39 @@ class StaleSync(ServerStrategy):
         self.hold("bound", self.bound >= 0, "must not be negative")
 
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
-        return {"clock": {str(worker): 0 for worker in workers}}
+        at = {"0": len(workers)} if workers else {}  # how many are at each clock
+        return {"clock": {str(worker): 0 for worker in workers}, "at": at, "slowest": 0}
 
     def on_push(self, memory: dict[str, Any], arrival: Arrival) -> Verdict:
-        memory["clock"][str(arrival.worker)] += 1
+        clock, slowest = memory["clock"][str(arrival.worker)], memory["slowest"]
+        memory["clock"][str(arrival.worker)] = clock + 1
+        self._count(memory, clock + 1, 1)
+        self._count(memory, clock, -1)
+        # as long as the slowest stay where they are, so do all that wait for them
+        asked = {arrival.worker} if memory["slowest"] == slowest else arrival.blocked
         weight = self.damping.weight(arrival.version - arrival.read)
-        return Verdict(weight, weight > 0, self._within(memory, arrival.blocked))
+        return Verdict(weight, weight > 0, self._within(memory, asked))
 
     def on_join(self, memory: dict[str, Any], worker: int, active: Set[int]) -> None:
-        memory["clock"][str(worker)] = min(memory["clock"].values(), default=0)
+        memory["clock"][str(worker)] = memory["slowest"]
+        self._count(memory, memory["slowest"], 1)
 
     def on_leave(self, memory: dict[str, Any], worker: int, blocked: Set[int], active: Set[int]) -> Verdict:
-        memory["clock"].pop(str(worker), None)
+        if (clock := memory["clock"].pop(str(worker), None)) is not None:
+            self._count(memory, clock, -1)
         return Verdict(0.0, False, self._within(memory, blocked))
 
+    def _count(self, memory: dict[str, Any], clock: int, change: int) -> None:
+        """So many more are at `clock`. The slowest clock moves along, over no more than those within the bound."""
+        at, key = memory["at"], str(clock)
+        at[key] = at.get(key, 0) + change
+        if not at[key]:
+            del at[key]
+        if not at:
+            memory["slowest"] = 0
+        while at and str(memory["slowest"]) not in at:
+            memory["slowest"] += 1
+
     def _within(self, memory: dict[str, Any], blocked: Set[int]) -> tuple[int, ...]:
-        horizon = min(memory["clock"].values(), default=0) + self.bound
+        horizon = memory["slowest"] + self.bound
         return tuple(worker for worker in sorted(blocked) if memory["clock"][str(worker)] <= horizon)

@@ -19,6 +19,35 @@ from collections.abc import Sequence
 from typing import Any
 
 
+class LeastOf:
+    """Numbers that come and go, with the least of them at hand: it is looked for upwards from where it was, so that all
+    looks together take steps in proportion to what the numbers rise by."""
+
+    def __init__(self) -> None:
+        self._count: dict[int, int] = {}
+        self._low = 0  # no number is less
+
+    def exchange(self, old: int | None, new: int | None) -> None:
+        """One of the numbers goes, another one comes; None is no number."""
+        if new is not None:
+            self._low = min(self._low, new) if self._count else new
+            self._count[new] = self._count.get(new, 0) + 1
+        if old is not None:
+            self._count[old] -= 1
+            if not self._count[old]:
+                del self._count[old]
+
+    def least(self) -> int | None:
+        """None where there is no number."""
+        while self._count and self._low not in self._count:
+            self._low += 1
+        return self._low if self._count else None
+
+
+def _tightest_of(reads: Sequence[int]) -> int | None:
+    return min((read - place for place, read in enumerate(reads)), default=None)
+
+
 class ShardCounts:
     """Counts pushes by fate, keeps the staleness histogram, and knows which versions are being computed
     on.
@@ -34,6 +63,7 @@ class ShardCounts:
         self.staleness: Counter[int] = Counter()
         self.reads: dict[int, list[int]] = {}  # versions being computed on, the oldest first
         self._num_reads = 0  # in all of `reads`
+        self._tightest = LeastOf()  # of each worker's reads
         self._last_read: dict[int, int] = {}
         self._tau_lost = 0
         self._left_in_flight = 0
@@ -43,14 +73,24 @@ class ShardCounts:
         it has skipped.
         """
         self.versions_skipped += max(0, self.version - self._last_read.get(worker, self.version) - 1)
-        self.reads.setdefault(worker, []).extend([self.version] * uses)
-        self._num_reads += uses
+        self._change(worker, [*self.reads.get(worker, ()), *[self.version] * uses])
         self._last_read[worker] = self.version
         self.replied_bytes += num_bytes
 
     def oldest_read(self, worker: int) -> int:
         """The version that the next push of `worker` was computed on."""
         return self.reads[worker][0]
+
+    def tightest(self, ended: int | None = None) -> int | None:
+        """Of the reads, those of later gradients of a worker less so many versions, the least; without the oldest one
+        of the worker `ended`."""
+        if ended is None:
+            return self._tightest.least()
+        own = self.reads[ended]
+        self._tightest.exchange(_tightest_of(own), _tightest_of(own[1:]))
+        least = self._tightest.least()
+        self._tightest.exchange(_tightest_of(own[1:]), _tightest_of(own))
+        return least
 
     def push(
         self,
@@ -97,11 +137,18 @@ class ShardCounts:
         self._left_in_flight += self._num_reads
 
     def _take(self, worker: int) -> int:
-        version = self.reads[worker].pop(0)
-        self._num_reads -= 1
-        if not self.reads[worker]:
-            del self.reads[worker]
+        version, *later = self.reads[worker]
+        self._change(worker, later)
         return version
+
+    def _change(self, worker: int, reads: list[int]) -> None:
+        before = self.reads.get(worker, [])
+        self._tightest.exchange(_tightest_of(before), _tightest_of(reads))
+        self._num_reads += len(reads) - len(before)
+        if reads:
+            self.reads[worker] = reads
+        else:
+            self.reads.pop(worker, None)
 
     def leave(self, worker: int) -> None:
         """`worker` will not push what it computes on what it has read; those versions go unused."""
@@ -160,7 +207,8 @@ class ShardCounts:
 
     def state(self) -> dict[str, Any]:
         """Everything, JSON-able."""
-        fields = {name: value for name, value in vars(self).items() if name != "_num_reads"}
+        derived = ("_num_reads", "_tightest")
+        fields = {name: value for name, value in vars(self).items() if name not in derived}
         fields["staleness"] = {str(tau): count for tau, count in self.staleness.items()}
         fields["reads"] = {str(worker): list(versions) for worker, versions in self.reads.items()}
         fields["_last_read"] = {str(worker): version for worker, version in self._last_read.items()}
@@ -170,8 +218,9 @@ class ShardCounts:
         """Continue from what `state` returned."""
         vars(self).update(state)
         self.staleness = Counter({int(tau): count for tau, count in state["staleness"].items()})
-        self.reads = {int(worker): list(versions) for worker, versions in state["reads"].items()}
-        self._num_reads = sum(map(len, self.reads.values()))
+        self.reads, self._num_reads, self._tightest = {}, 0, LeastOf()
+        for worker, versions in state["reads"].items():
+            self._change(int(worker), list(versions))
         self._last_read = {int(worker): version for worker, version in state["_last_read"].items()}
 
 
