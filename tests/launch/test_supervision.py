@@ -17,6 +17,7 @@ from mpitrain.launch.supervision import Outcome, Requests, Supervisor, died_earl
 from mpitrain.launch.watch import Watch
 from mpitrain.system.launched import rank_status
 from mpitrain.system.launched.rank_status import ENDED, IMPORTING, READY, STARTED, STARTING_MPI, RankStatus
+from mpitrain.system.launched.status_slots import Slot, path_of
 from mpitrain.system.processes import identity
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -468,6 +469,11 @@ def test_a_launcher_that_does_not_end_after_the_result_is_ended(monkeypatch: pyt
     assert outcome.code == 0 and outcome.final and "after a complete result" in outcome.reason
 
 
+def reported(folder: Path, told: RankStatus) -> None:
+    """As a rank does it."""
+    Slot(path_of(folder, "", "here")).write(json.dumps(dataclasses.asdict(told)))
+
+
 def test_a_launcher_that_stays_after_its_last_rank_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -478,8 +484,7 @@ def test_a_launcher_that_stays_after_its_last_rank_is_ended(
         assert folder is not None
         rank_status.open_folder(folder, 1.0)
         for rank in range(2):
-            left = dataclasses.asdict(status(rank, ENDED, code=rank))
-            (folder / f"rank-{rank}.json").write_text(json.dumps(left))
+            reported(folder, status(rank, ENDED, code=rank))
         supervisor = Supervisor("openmpi", Requests(), folder, watch(2), trains=True)
         outcome = supervisor.run(["sleep", "600"], {})
     assert (outcome.code, outcome.final) == (1, False) and "after its last rank" in outcome.reason
@@ -527,8 +532,7 @@ def test_a_rank_that_its_launcher_has_left_behind_is_ended(tmp_path: Path) -> No
     with launch_folder(tmp_path, True) as folder:
         assert folder is not None
         rank_status.open_folder(folder, 1.0)
-        status = dataclasses.asdict(RankStatus(0, "here", identity(left.pid), READY))
-        (folder / "rank-0.json").write_text(json.dumps(status))
+        reported(folder, RankStatus(0, "here", identity(left.pid), READY))
         assert Supervisor("openmpi", Requests(), folder).run(["/bin/true"], {}).code == 0
     assert left.wait(60) == -signal.SIGKILL
 

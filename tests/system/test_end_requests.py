@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mpitrain.system.launched import rank_status
+
 # What a rank is as soon as its launch, and so whoever sends signals, hears of it.
 RANK = """\
 import sys
@@ -42,7 +44,7 @@ def test_a_rank_that_is_heard_of_holds_back_what_asks_for_an_end(of: str, tmp_pa
     main, *others = subprocess.run(
         command, env=env, capture_output=True, text=True, check=True
     ).stdout.split()
-    assert (tmp_path / "rank-0.json").exists()
+    assert list(rank_status.read_all(tmp_path)) == [0]
     ends = {signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP}
     assert {number for number in ends if int(main, 16) >> (number - 1) & 1} == (ends if waits else set())
     assert (

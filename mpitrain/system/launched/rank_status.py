@@ -1,7 +1,8 @@
 """The messages between a rank and its `mpitrain launch`, in a folder that both see.
 
     FOLDER/launch.json      how often a rank has to report that it lives, and the id of the start
-    FOLDER/rank-3.json      who rank 3 is, how far its start-up has come, its last beat and progress
+    FOLDER/node-HOST-*.status   for each rank of a host who it is, how far its start-up has come, its last beat and
+                            progress (`status_slots.py`)
     FOLDER/requests/stop    the launch asks all ranks to write a checkpoint and to end
     FOLDER/requests/stacks-1    for the first time, for the stacks of their threads; it holds the folder for them
 
@@ -31,7 +32,8 @@ from mpitrain.system.launched.launch_variables import (
     launched_rank,
     launched_size,
 )
-from mpitrain.system.processes import identity
+from mpitrain.system.launched.status_slots import Slot, path_of, read_lines
+from mpitrain.system.processes import identity, place
 
 VARIABLE = "MPITRAIN_LAUNCH_DIR"
 FOLDER = ".launch-"  # how its name begins, in the run directory
@@ -98,6 +100,8 @@ class Reporter:
         self._beat_s = float(told.get("beat_s", 10.0))
         self.attempt = str(told.get("attempt", ""))
         self._pid = os.getpid()
+        process = self.status.process
+        self._slot = Slot(path_of(folder, self.attempt, place(process) if process else f"rank {rank}"))
 
     def start(self) -> None:
         """From here on this rank is heard of."""
@@ -139,8 +143,7 @@ class Reporter:
             self.status.beat += 1
             self.status.asked = self.was_asked
             self.status.waits, self.status.progress, self.status.step = self.observe()
-            path = self.folder / f"rank-{self.status.rank}.json"
-            write_whole(path, json.dumps(asdict(self.status)))
+            self._slot.write(json.dumps(asdict(self.status)))
 
 
 _reporter: Reporter | None = None
@@ -203,7 +206,7 @@ def stop_requested(now: bool = False) -> bool:
 
 def beat_s(num_ranks: int, host_timeout_s: float) -> float:
     """How often a rank is to say that it lives: ten times in `host_timeout_s`, where 0 is never, and no more often than
-    the file system of many ranks can bear, a hundred files a second."""
+    the file system of many ranks can bear, a hundred writes a second."""
     if host_timeout_s <= 0:
         return max(10.0, num_ranks / 100)
     return max(0.5, min(10.0, host_timeout_s / 10), min(num_ranks / 100, host_timeout_s / 4))
@@ -235,7 +238,12 @@ def launched_by(folder: Path) -> str:
 
 def remove_folder(folder: Path) -> None:
     """Nobody is interested any more."""
-    for path in (*folder.glob("requests/*"), *folder.glob("*.json"), *folder.glob("*.tmp")):
+    for path in (
+        *folder.glob("requests/*"),
+        *folder.glob("*.json"),
+        *folder.glob("*.status"),
+        *folder.glob("*.tmp"),
+    ):
         with contextlib.suppress(OSError):
             path.unlink()
     for path in (folder / "requests", folder):
@@ -263,13 +271,13 @@ def _num_stacks(names: list[str]) -> int:
 
 def read_all(folder: Path) -> dict[int, RankStatus]:
     """What ranks have reported so far, by rank."""
-    found, paths = {}, list[Path]()
-    with contextlib.suppress(OSError):
-        paths = list(folder.glob("rank-*.json"))
-    for path in paths:
-        with contextlib.suppress(TypeError, KeyError, ValueError):
-            status = RankStatus(**_read(path))
-            found[status.rank] = status
+    found: dict[int, RankStatus] = {}
+    attempt = str(_read(folder / "launch.json").get("attempt", ""))
+    for text in read_lines(folder, attempt):
+        with contextlib.suppress(TypeError, ValueError):
+            status = RankStatus(**json.loads(text))
+            if status.rank not in found or found[status.rank].beat <= status.beat:
+                found[status.rank] = status
     return found
 
 
