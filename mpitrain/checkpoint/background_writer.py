@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpitrain.checkpoint.parts import corrupt_part, folder_of, prune, write_part
+from mpitrain.checkpoint.parts import FIRST, corrupt_part, folder_of, write_part
+from mpitrain.checkpoint.pruning import Pruner
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
 from mpitrain.system import background
@@ -70,6 +71,7 @@ class CheckpointWriter:
         self._last_s = time.monotonic()
         self._thread: threading.Thread | None = None
         self._num_tried = 0
+        self._pruner = Pruner(plan.run_dir) if plan.part == FIRST else None
 
     @property
     def writers(self) -> tuple[int, ...]:
@@ -158,7 +160,8 @@ class CheckpointWriter:
                 corrupt_part(folder, self.plan.part)
             if parts:  # the first part knows what is complete
                 self.plan.on_written(folder, parts)
-                prune(self.plan.run_dir, self.plan.keep, checkpoint_at, self.plan.identity)
+                assert self._pruner is not None
+                self._pruner.prune(self.plan.keep, checkpoint_at, self.plan.identity, parts)
             self.num_written += 1
             self._failures, self.unwritten = 0, ""
         except Exception as error:  # a state, a file system or a reader of checkpoints can raise anything

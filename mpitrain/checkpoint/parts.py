@@ -20,7 +20,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +59,6 @@ __all__ = [
     "position_of",
     "newest",
     "nothing_verifies",
-    "prune",
     "read_part",
     "survey",
     "verify",
@@ -468,21 +466,3 @@ def newest(run_dir: Path) -> Checkpoint | None:
         refused += map(CheckpointError, damaged)
     nothing_verifies(run_dir, refused)
     return None
-
-
-def prune(run_dir: Path, keep: int, checkpoint_at: int, identity: Identity) -> None:
-    """Remove old checkpoints, after the first part of the one at `checkpoint_at` was written: all but the `keep` newest
-    complete ones up to there, and incomplete ones older than these. Checkpoints that earlier starts have left beyond
-    the one from which this start began were passed over then, and do not count."""
-    source = identity.resumed_from
-    base = source["checkpoint_at"] if source and source["run"] == identity.run else -1
-    complete = 0
-    for folder in listed(run_dir):
-        if (here := position_of(folder) or 0) > checkpoint_at:
-            continue
-        if complete >= keep:
-            shutil.rmtree(folder, ignore_errors=True)
-            continue
-        with contextlib.suppress(CheckpointError):
-            attempt = survey(folder).identity.attempt
-            complete += here <= base or identity.is_same_start(attempt)

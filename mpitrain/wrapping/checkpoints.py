@@ -11,14 +11,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from mpitrain.checkpoint import Checkpoint, write_part
-from mpitrain.checkpoint.parts import FIRST, folder_of, prune
+from mpitrain.checkpoint.parts import FIRST, folder_of
+from mpitrain.checkpoint.pruning import Pruner
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.part_names import own_part
@@ -67,6 +68,7 @@ class LoopRun:
     found: Checkpoint | None = None
     directory: Path | None = None
     locks: dict[Path, RunLock] = dataclasses.field(default_factory=dict)
+    pruners: dict[Path, Pruner] = dataclasses.field(default_factory=dict)
 
     def open(self, run_dir: Path, step: int, first: bool) -> Identity:
         """Whose checkpoints are written to `run_dir`, before this process writes there. Whoever writes the `first` part
@@ -101,6 +103,8 @@ class LoopRun:
                 adopt(run_dir, identity.run)
             else:
                 moved = make_room(run_dir, identity.run, beside=False)
+            if run_dir not in self.pruners:
+                self.pruners[run_dir] = Pruner(run_dir)
         except OSError as error:
             raise UsageError(
                 f"save: {run_dir} holds another run's checkpoints, which cannot be moved aside, or cannot be written "
@@ -116,10 +120,11 @@ class LoopRun:
         if run_dir in self.locks:
             self.locks.pop(run_dir).release()
 
-    def tidy(self, run_dir: Path, keep: int, step: int, identity: Identity) -> None:
-        """After the first part of the checkpoint at `step`; `keep` of 0: nothing else is ever written there."""
+    def tidy(self, run_dir: Path, keep: int, step: int, identity: Identity, parts: Sequence[str]) -> None:
+        """After the first of the `parts` of the checkpoint at `step`; `keep` of 0: nothing else is ever written
+        there."""
         if keep:
-            prune(run_dir, keep, step, identity)
+            self.pruners[run_dir].prune(keep, step, identity, parts)
         else:
             self.close(run_dir)
 
@@ -161,7 +166,7 @@ class Saver:
         except TypeError as error:
             raise UsageError(f"save: {error}; give numbers, texts, lists, dicts and tensors") from error
         if self.parts:
-            self.run.tidy(run_dir, keep, step, identity)
+            self.run.tidy(run_dir, keep, step, identity, self.parts)
 
 
 def about_loop(strategy: Strategy, model: torch.nn.Module, num_workers: int) -> dict[str, Any]:
@@ -264,7 +269,7 @@ def write_shard(
             tell(f"mpitrain: warning: {error}")
             return
         if parts:
-            run.tidy(run_dir, asked["keep"], order.checkpoint_at, identity)
+            run.tidy(run_dir, asked["keep"], order.checkpoint_at, identity, parts)
 
     return write
 

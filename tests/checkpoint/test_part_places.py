@@ -1,18 +1,30 @@
 """Parts lie in folders of at most 256 of a kind; those of older checkpoints are read where they lie."""
 
 import os
+import sys
 
 import pytest
 import torch
 
 from mpitrain.checkpoint import newest, read_part, write_part
-from mpitrain.checkpoint.parts import corrupt_part, damage, folder_of, prune
+from mpitrain.checkpoint.parts import corrupt_part, damage, folder_of, listed
+from mpitrain.checkpoint.pruning import Pruner
 from mpitrain.errors import CheckpointError
 from mpitrain.system.files.part_places import PARTS_PER_FOLDER, is_there, place_of
 from mpitrain.system.files.run_directory import Identity, progress, why_no_room
 
 NAMES = ("shard-0", "shard-256", "worker-0", "worker-255", "worker-256", "worker-300", "worker-512")
 OURS = Identity("run", "attempt")
+OPENED = []  # files below its first entry, as long as there is one
+
+
+def note_open(event, arguments):
+    is_part = str(arguments[0]).endswith((".json", ".safetensors"))
+    if event == "open" and is_part and OPENED and str(arguments[0]).startswith(OPENED[0]):
+        OPENED.append(str(arguments[0]))
+
+
+sys.addaudithook(note_open)
 
 
 def write(run_dir, name, checkpoint_at=8, identity=OURS, value=0.0, size=100):
@@ -88,13 +100,45 @@ def test_old_ones_go_with_their_folders_and_room_is_asked_for_all_of_it(tmp_path
     for checkpoint_at in (8, 16, 24):
         folder = write_all(tmp_path, checkpoint_at)
     write(tmp_path, "worker-300", 24, size=100_000)  # much more than the entries of folders
-    prune(tmp_path, 1, 24, OURS)
+    Pruner(tmp_path).prune(1, 24, OURS, NAMES)
     assert [path.name for path in sorted(folder.parent.iterdir())] == [folder.name]
     files = [path for path in folder.rglob("*") if path.is_file()]
     asked = []
     monkeypatch.setattr(os, "posix_fallocate", lambda handle, start, size: asked.append(size))
     assert why_no_room(tmp_path) == ""
     assert asked[0] >= 2**20 + sum(path.stat().st_size for path in files)
+
+
+def test_pruning_opens_no_part(tmp_path):
+    """The names of the parts say what is complete, of as many ranks as there are."""
+    pruner, left = Pruner(tmp_path), []
+    for checkpoint_at in (8, 16, 24, 32):
+        if checkpoint_at < 32:
+            write_all(tmp_path, checkpoint_at)
+        else:
+            write(tmp_path, "shard-0", 32)  # the others are still writing
+        OPENED[:] = [str(tmp_path)]
+        pruner.prune(2, checkpoint_at, OURS, NAMES)
+        assert [str(tmp_path)] == OPENED
+        left.append([int(folder.name) for folder in listed(tmp_path)])
+    OPENED.clear()
+    assert left == [[8], [16, 8], [24, 16], [32, 24, 16]]
+
+
+def test_what_another_start_has_left_in_the_same_folder_makes_no_checkpoint_complete(tmp_path):
+    """All names are there, and some of them are of a start that died: the one before must stay."""
+    dead = Identity("run", "dead")
+    for name in NAMES[1:]:
+        write(tmp_path, name, 16, dead)
+    pruner = Pruner(tmp_path)
+    write_all(tmp_path, 8)
+    pruner.prune(1, 8, OURS, NAMES)
+    write(tmp_path, "shard-0", 16)
+    pruner.prune(1, 16, OURS, NAMES)
+    assert [int(folder.name) for folder in listed(tmp_path)] == [16, 8]
+    write_all(tmp_path, 16)
+    pruner.prune(1, 16, OURS, NAMES)
+    assert [int(folder.name) for folder in listed(tmp_path)] == [16]
 
 
 def test_a_part_is_brought_to_disk_by_three_fsyncs(tmp_path, monkeypatch):

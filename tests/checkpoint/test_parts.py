@@ -26,10 +26,10 @@ from mpitrain.checkpoint.parts import (
     folder_of,
     listed,
     position_of,
-    prune,
     read_numbers,
     verify,
 )
+from mpitrain.checkpoint.pruning import Pruner
 from mpitrain.checkpoint.state_tree import join, split, structure_of
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy, read_policy
@@ -330,7 +330,7 @@ def test_names_in_checkpoints_that_are_not_ours_are_left_alone(tmp_path):
     (tmp_path / "checkpoints" / f"{400:012d}").symlink_to(tmp_path / "nowhere")
     assert [position_of(folder) for folder in listed(tmp_path)] == [100]
     assert newest(tmp_path).checkpoint_at == 100 and progress(tmp_path) == (100, "run", "attempt", 0)
-    prune(tmp_path, 1, 500, OURS)
+    Pruner(tmp_path).prune(1, 500, OURS, ("shard-0", "shard-1"))
     assert len(list((tmp_path / "checkpoints").iterdir())) == 8
 
 
@@ -341,7 +341,7 @@ def test_what_an_earlier_start_has_left_beyond_is_neither_counted_nor_removed_be
         checkpoint(tmp_path, mark)
     for mark, left in ((150, [200, 150]), (250, [250])):
         checkpoint(tmp_path, mark, identity=again)
-        prune(tmp_path, 1, mark, again)
+        Pruner(tmp_path).prune(1, mark, again, ("shard-0", "shard-1"))
         assert [position_of(folder) for folder in listed(tmp_path)] == left
 
 
@@ -352,11 +352,11 @@ def test_what_a_start_went_on_from_counts_among_the_last_and_stays(tmp_path):
         checkpoint(tmp_path, mark)
     for mark, left in ((150, [150, 100]), (200, [200, 150])):
         checkpoint(tmp_path, mark, identity=again)
-        prune(tmp_path, 2, mark, again)
+        Pruner(tmp_path).prune(2, mark, again, ("shard-0", "shard-1"))
         assert [position_of(folder) for folder in listed(tmp_path)] == left
     other = Identity("new", "third", {"run": "run", "attempt": "second", "checkpoint_at": 200})
     checkpoint(tmp_path, 250, identity=other)
-    prune(tmp_path, 2, 250, other)
+    Pruner(tmp_path).prune(2, 250, other, ("shard-0", "shard-1"))
     assert [position_of(folder) for folder in listed(tmp_path)] == [250, 200, 150], (
         "another run's do not count"
     )
@@ -387,7 +387,7 @@ def test_old_ones_go_the_last_complete_ones_stay(tmp_path):
         checkpoint(tmp_path, mark)
     write_part(folder_of(tmp_path, 400), "shard-1", {}, OURS)  # under way
     write_part(folder_of(tmp_path, 50), "shard-1", {}, OURS)  # never completed
-    prune(tmp_path, 2, 400, OURS)
+    Pruner(tmp_path).prune(2, 400, OURS, ("shard-0", "shard-1"))
     assert [int(path.name) for path in listed(tmp_path)] == [400, 300, 200]
 
 

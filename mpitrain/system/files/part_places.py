@@ -8,6 +8,8 @@ files in one folder wait for each other. Checkpoints of before lie in one folder
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 PARTS_PER_FOLDER = 256
@@ -30,6 +32,15 @@ def found_at(folder: Path, name: str) -> Path:
 def is_there(folder: Path, name: str) -> bool:
     """Whether part `name` has been written to its end, by whichever attempt."""
     return _record(found_at(folder, name), name).exists()
+
+
+def written(folder: Path) -> set[str]:
+    """The names of all parts that have been written to their end, by whichever attempt."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        for place in (folder, *(entry for entry in folder.iterdir() if entry.is_dir())):
+            found |= {name.removesuffix(".json") for name in os.listdir(place) if name.endswith(".json")}
+    return found
 
 
 def _record(place: Path, name: str) -> Path:
