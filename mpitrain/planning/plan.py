@@ -139,6 +139,7 @@ def make_plan(request: Request) -> dict[str, Any]:
     conditions, assumed = _conditions(request, job, weights, probed)
     runs = VirtualRuns(job, request.overrides)
     settings = _settings(request, module, weights, runs)
+    assumed += _drawn(conditions.times, max(_counts(request)), settings)
     if any(one.kind == "virtual" for one in settings) or (request.best and not request.strategies):
         assumed.append(
             "what has no closed form ran a few steps in virtual time, servers where it places them"
@@ -344,6 +345,19 @@ def _conditions(
         ),
         assumed,
     )
+
+
+def _drawn(times: Times, most: int, settings: list[Setting]) -> list[str]:
+    """How far off the times may be that are drawn."""
+    lines = []
+    for period in sorted({1, *(one.period for one in settings if one.kind == "localsgd")}):
+        if interval := times.interval_s(most, period):
+            low, high = (f"{one:.4g}" for one in interval)
+            batches = f", for {period} batches," if period > 1 else ""
+            lines.append(
+                f"the last of {most} workers{batches} is drawn, and takes {low} to {high} s (95 % confidence)"
+            )
+    return lines
 
 
 def _as_probed(probed: Probed, batch_size: int) -> dict[str, float]:

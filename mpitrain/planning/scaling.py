@@ -8,21 +8,27 @@
 
 A strategy without such a form is run in virtual time (`virtual_runs.py`).
 
-Invariants: arithmetic on numbers that were given; order statistics are means over draws that are keyed by worker, so
-that strategies and numbers of workers are compared on the same draws, and equal inputs give equal bytes. What holds a
+Invariants: arithmetic on numbers that were given; order statistics are exact where the law of computing times is
+known, else means over draws that are keyed by worker, so that strategies are compared on the same draws; equal inputs
+give equal bytes. What holds a
 strategy back is found by ablation: the term whose removal raises the throughput most.
 """
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
 
 from mpitrain.mpi.allreduce_plan import AUTO, Transport, pinned
 from mpitrain.mpi.process_group.algorithm_choice import choose
+from mpitrain.planning.order_statistics import Survival, kth_of
 from mpitrain.simulation.step_costs import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from mpitrain.strategies.base import Strategy
 from mpitrain.virtual.collectives import allreduce_cost
@@ -42,6 +48,7 @@ class Times:
     law: ComputeLaw | tuple[float, ...]  # or seconds that were measured, drawn again with replacement
     seed: int = 0
     _drawn: dict[int, list[float]] = field(default_factory=dict)
+    _exact: dict[tuple[int, int], float | None] = field(default_factory=dict)
 
     def of(self, worker: int, count: int) -> list[float]:
         """The first `count` times of a worker."""
@@ -57,21 +64,47 @@ class Times:
     @cached_property
     def mean_s(self) -> float:
         """Of one batch."""
+        if (exact := self._exact_s(1, 1)) is not None:
+            return exact
         drawn = [second for worker in range(16) for second in self.of(worker, DRAWS)]
         return float(sum(drawn) / len(drawn))
 
     def means_s(self, num_workers: int) -> list[float]:
         """Of one batch of each worker."""
+        if self._exact_s(1, 1) is not None:
+            return [self.mean_s] * num_workers
         count = max(20, min(DRAWS, MOST_DRAWS // num_workers))
         return [sum(self.of(worker, count)) / count for worker in range(num_workers)]
 
     def order_s(self, accepted: int, num_workers: int, period: int = 1) -> float:
-        """Mean time until `accepted` of the workers have computed `period` batches."""
-        count = max(20, min(DRAWS, MOST_DRAWS // num_workers)) // period * period or period
+        """Mean time until `accepted` of the workers have computed `period` batches: exact, where that is known of the
+        law and batches are not added up."""
+        if period == 1 and (exact := self._exact_s(accepted, num_workers)) is not None:
+            return exact
+        return statistics.fmean(self._orders_s(accepted, num_workers, period))
+
+    def interval_s(self, num_workers: int, period: int = 1) -> tuple[float, float] | None:
+        """In which the mean time of the last of the workers is with 95 % confidence; None where nothing was drawn, or
+        all draws are the same."""
+        if num_workers == 1 or (period == 1 and self._exact_s(num_workers, num_workers) is not None):
+            return None
+        drawn = self._orders_s(num_workers, num_workers, period)
+        mean, error = statistics.fmean(drawn), 1.96 * statistics.stdev(drawn) / math.sqrt(len(drawn))
+        return (mean - error, mean + error) if error else None
+
+    def _exact_s(self, accepted: int, num_workers: int) -> float | None:
+        law, key = self.law, (accepted, num_workers)
+        if isinstance(law, tuple) or law.survival(np.ones(1)) is None:
+            return None
+        if key not in self._exact:
+            self._exact[key] = kth_of(cast(Survival, law.survival), accepted, num_workers)
+        return self._exact[key]
+
+    def _orders_s(self, accepted: int, num_workers: int, period: int = 1) -> list[float]:
+        count = max(2 * period, 20, min(DRAWS, MOST_DRAWS // num_workers)) // period * period
         rows = [self.of(worker, count) for worker in range(num_workers)]
         sums = [[sum(row[at : at + period]) for at in range(0, count, period)] for row in rows]
-        steps = [sorted(step)[accepted - 1] for step in zip(*sums, strict=True)]
-        return float(sum(steps) / len(steps))
+        return [sorted(step)[accepted - 1] for step in zip(*sums, strict=True)]
 
 
 @dataclass(frozen=True)

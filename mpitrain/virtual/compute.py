@@ -51,6 +51,10 @@ class ComputeLaw(Value):
         """The law of this worker's times, asked once, before all draws: another one where workers differ."""
         return self
 
+    def survival(self, seconds: Times) -> Times | None:
+        """The chance that a batch takes longer than so many seconds; None where workers differ, or nobody knows."""
+        return None
+
     def check(self) -> None:
         for key, value in vars(self).items():
             self.hold(key, math.isfinite(value) and value >= 0, "must be finite and not negative")
@@ -68,6 +72,12 @@ class Constant(ComputeLaw):
     def seconds(self, generator: np.random.Generator, count: int) -> Times:
         return self.mean * (1 + self.jitter * (2 * generator.random(count) - 1))
 
+    def survival(self, seconds: Times) -> Times | None:
+        if self.jitter > 1:  # some times are less than none
+            return None
+        low, width = self.mean * (1 - self.jitter), 2 * self.mean * self.jitter
+        return np.clip(1 - (seconds - low) / width, 0, 1) if width else np.where(seconds < low, 1.0, 0.0)
+
 
 @register("compute", "exponential")
 class Exponential(ComputeLaw):
@@ -77,6 +87,9 @@ class Exponential(ComputeLaw):
 
     def seconds(self, generator: np.random.Generator, count: int) -> Times:
         return generator.standard_exponential(count) * self.mean
+
+    def survival(self, seconds: Times) -> Times | None:
+        return _exponential(seconds, self.mean)
 
 
 @register("compute", "shifted_exponential")
@@ -91,6 +104,9 @@ class ShiftedExponential(ComputeLaw):
     def seconds(self, generator: np.random.Generator, count: int) -> Times:
         return self.shift + generator.standard_exponential(count) * self.mean
 
+    def survival(self, seconds: Times) -> Times | None:
+        return _exponential(seconds - self.shift, self.mean)
+
 
 @register("compute", "lognormal")
 class LogNormal(ComputeLaw):
@@ -101,6 +117,18 @@ class LogNormal(ComputeLaw):
 
     def seconds(self, generator: np.random.Generator, count: int) -> Times:
         return self.mean * np.exp(self.sigma * generator.standard_normal(count) - self.sigma**2 / 2)
+
+    def survival(self, seconds: Times) -> Times | None:
+        if not self.sigma or not self.mean:
+            return np.where(seconds < self.mean, 1.0, 0.0)
+        normal = (np.log(seconds / self.mean) + self.sigma**2 / 2) / (self.sigma * math.sqrt(2))
+        return np.array([0.5 * math.erfc(one) for one in normal])
+
+
+def _exponential(seconds: Times, mean: float) -> Times:
+    if not mean:
+        return np.where(seconds < 0, 1.0, 0.0)
+    return np.exp(-np.maximum(seconds, 0) / mean)
 
 
 class WorkerTimes:

@@ -59,7 +59,14 @@ class Pareto(ComputeLaw):
         self.hold("alpha", self.alpha > 1, "must be greater than 1, or there is no mean")
 
     def seconds(self, generator: np.random.Generator, count: int) -> Times:
-        return (1 + generator.pareto(self.alpha, count)) * (self.mean * (self.alpha - 1) / self.alpha)
+        return (1 + generator.pareto(self.alpha, count)) * self._least
+
+    def survival(self, seconds: Times) -> Times | None:
+        return (self._least / np.maximum(seconds, self._least)) ** self.alpha if self.mean else 0 * seconds
+
+    @property
+    def _least(self) -> float:
+        return self.mean * (self.alpha - 1) / self.alpha
 
 
 @register("compute", "bernoulli")
@@ -83,6 +90,14 @@ class Bernoulli(ComputeLaw):
     def of_worker(self, worker: int, generator: np.random.Generator) -> ComputeLaw:
         apart = _apart(generator)
         return _Slowed(self.law.of_worker(worker, apart), self, apart)
+
+    def survival(self, seconds: Times) -> Times | None:
+        usual = self.law.survival(seconds)
+        if usual is None:
+            return None
+        slow = self.law.survival(seconds / self.factor) if self.factor else np.zeros_like(seconds)
+        assert slow is not None, "as for the usual ones"
+        return (1 - self.chance) * usual + self.chance * slow
 
     def slowed(self, times: Times, generator: np.random.Generator) -> Times:
         """The times, some of them longer."""
