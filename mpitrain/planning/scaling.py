@@ -22,19 +22,17 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, cast
-
-import numpy as np
+from typing import Any, NamedTuple, Protocol
 
 from mpitrain.mpi.allreduce_plan import AUTO, Transport, pinned
 from mpitrain.mpi.process_group.algorithm_choice import choose
-from mpitrain.planning.order_statistics import Survival, kth_of
 from mpitrain.simulation.step_costs import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from mpitrain.strategies.base import Strategy
 from mpitrain.virtual.collectives import allreduce_cost
 from mpitrain.virtual.compute import ComputeLaw, WorkerTimes
 from mpitrain.virtual.message_law import LinkCost, closed_rate
 from mpitrain.virtual.network import Cluster, Ideal, Link, NetworkLaw
+from mpitrain.virtual.order_statistics import kth_of
 
 DRAWS, MOST_DRAWS = 300, 60_000  # steps for an order statistic, and times drawn for all of its workers
 MATTERS = 0.05  # a term that costs less of the throughput than this is no reason
@@ -94,10 +92,10 @@ class Times:
 
     def _exact_s(self, accepted: int, num_workers: int) -> float | None:
         law, key = self.law, (accepted, num_workers)
-        if isinstance(law, tuple) or law.survival(np.ones(1)) is None:
+        if isinstance(law, tuple):
             return None
         if key not in self._exact:
-            self._exact[key] = kth_of(cast(Survival, law.survival), accepted, num_workers)
+            self._exact[key] = kth_of(law, accepted, num_workers)
         return self._exact[key]
 
     def _orders_s(self, accepted: int, num_workers: int, period: int = 1) -> list[float]:

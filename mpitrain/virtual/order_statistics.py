@@ -14,9 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpitrain.virtual.compute import Times
-
-Survival = Callable[[Times], Times]
+from mpitrain.virtual.compute import ComputeLaw, Times
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(8)
 # what a value at each of these points adds to the polynomial through all at -1 and at 1
@@ -26,9 +24,17 @@ _BELOW, _PANEL = 40.0, 0.5
 _HALVINGS, _ERROR = 60, 1e-10
 
 
-def kth_of(survival: Survival, accepted: int, num_workers: int) -> float | None:
-    """Mean of the `accepted`-th shortest of so many independent times; None where the integral does not converge."""
+def kth_of(law: ComputeLaw, accepted: int, num_workers: int) -> float | None:
+    """Mean of the `accepted`-th shortest of so many independent times; None where the law has no survival function, or
+    the integral does not converge."""
+    if law.survival(np.ones(1)) is None:
+        return None
     above = num_workers - accepted + 1
+
+    def survival(xs: Times) -> Times:
+        found = law.survival(xs)
+        assert found is not None
+        return found
 
     def height(logs: Times) -> Times:
         xs = np.exp(logs)
