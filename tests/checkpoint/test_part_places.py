@@ -19,9 +19,11 @@ OPENED = []  # files below its first entry, as long as there is one
 
 
 def note_open(event, arguments):
-    is_part = str(arguments[0]).endswith((".json", ".safetensors"))
-    if event == "open" and is_part and OPENED and str(arguments[0]).startswith(OPENED[0]):
-        OPENED.append(str(arguments[0]))
+    if event != "open" or not OPENED:
+        return
+    path = str(arguments[0])
+    if path.startswith(OPENED[0]) and path.endswith((".json", ".safetensors")):
+        OPENED.append(path)
 
 
 sys.addaudithook(note_open)
