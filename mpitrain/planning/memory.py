@@ -148,10 +148,9 @@ def _averaged(strategy: LocalSGD, sizes: Sizes, messages: Messages) -> list[Need
 def _told(strategy: Decentralized, sizes: Sizes, messages: Messages) -> list[Need]:
     senders = len(strategy.senders(0, messages.num_workers, 0))
     copies = senders * sizes.stepped if strategy.mixes and not strategy.codec.is_none else 0
-    update = 2 * sizes.stepped + sizes.trained  # two are made, and one leaves
     held = {
         "masters": 2 * sizes.masters,
-        "update": update,
+        "updates": sizes.stepped + sizes.trained,  # its own, and the one that leaves
         "arriving updates": senders * messages.push,
         "copies": copies,
     }

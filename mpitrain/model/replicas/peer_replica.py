@@ -22,6 +22,7 @@ from mpitrain.messages import Lease
 from mpitrain.model.copies import copied
 from mpitrain.model.gradient.accumulation import LeaseReader
 from mpitrain.model.optimizers.optimizer import Rates
+from mpitrain.model.pieces import PIECE_BYTES, cut
 from mpitrain.model.recipe import Recipe
 from mpitrain.model.replicas.worker_replica import Gradient
 from mpitrain.model.wire.buffers import BufferPool, FixedBuffer, VariableBuffer
@@ -125,9 +126,11 @@ class PeerReplica:
                 self._own_step()
             self.model.refresh()
         if not self.strategy.mixes:
-            before = self._delta.clone()
-            self._delta.sub_(now)
-            now.copy_(before)  # x changes by what is sent of the step, not by the step
+            for piece in cut([now], PIECE_BYTES):
+                (delta,), (x,) = piece.of([self._delta]), piece.of([now])
+                before = delta.clone()
+                delta.sub_(x)
+                x.copy_(before)  # which changes by what is sent of the step, not by the step
 
     @torch.no_grad()
     def update(self) -> FixedBuffer | VariableBuffer:
