@@ -91,7 +91,7 @@ def tell(way: str, ranks: int, env: dict[str, str]) -> dict[str, float]:
     text = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, **env, **path}
     ).stdout
-    parts = text[text.index("\nmemory") :].replace("each rank", "each worker")
+    parts = text[text.index("\nmemory") :]
     kinds = re.split(r"each (server|worker): [\d.]+ \w+\n", parts)[1:]
     return {
         kind: sum(

@@ -22,7 +22,6 @@ from mpitrain.model import check_optimizer
 from mpitrain.model.building.deferred import Deferred
 from mpitrain.model.wire.flat import make_layout
 from mpitrain.planning.codecs import describe_server_codecs, message_sizes
-from mpitrain.planning.memory import Messages, describe_memory, libraries_bytes, memory_needs, sizes_of
 from mpitrain.planning.model_parallel import describe_split
 from mpitrain.planning.serverless import describe_serverless
 from mpitrain.planning.tables import describe_reduced, describe_tables
@@ -34,6 +33,7 @@ from mpitrain.system.sizes import size_text
 from mpitrain.system.trace import file_name
 from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import build, build_module, build_optimizer
+from mpitrain.training.memory import Messages, describe_memory, libraries_bytes, memory_needs, sizes_of
 from mpitrain.training.resuming.initial_weights import RandomNumbers, start_from
 from mpitrain.training.routes import choose_routes
 from mpitrain.training.validate import validate_run

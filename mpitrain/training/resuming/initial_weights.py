@@ -23,6 +23,7 @@ from mpitrain.model.wire.masters import without_masters
 from mpitrain.strategies.features import MPI, why_not
 from mpitrain.training.agree import attempt
 from mpitrain.training.measure import build
+from mpitrain.training.memory import tell_memory
 
 if TYPE_CHECKING:
     from mpitrain.training.session import Session
@@ -73,6 +74,7 @@ def build_on_ranks(
 
     made = attempt(runtime, make)
     warn_without_masters(session, made[0])
+    tell_memory(session, *made)
     if job.init is not None and session.resume is None:
         fields = attempt(runtime, lambda: start_from(job, made[0]) if runtime.rank == 0 else {})
         if runtime.rank == 0:

@@ -1,10 +1,14 @@
 """What ranks need, in multiples of the model: counted by hand from what each role keeps."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from mpitrain.planning.memory import Messages, describe_memory, memory_needs, sizes_of
+from mpitrain.strategies.placement import assign
+from mpitrain.training import memory
+from mpitrain.training.memory import Messages, describe_memory, memory_needs, sizes_of, tell_memory
 from mpitrain.values import parse
 
 P = 4 * 1000 * 1000
@@ -31,9 +35,9 @@ def adam(parameters):
 
 @pytest.mark.parametrize(("text", "optimizer", "num_workers", "expected"), [
     # parameters, gradients, and a layer's gradient before it is in its bucket; Adam: two moments, two temporaries
-    ("allreduce()", sgd, 2, {"each rank": 3}),
-    ("allreduce()", momentum, 2, {"each rank": 4}),
-    ("allreduce()", adam, 2, {"each rank": 6}),
+    ("allreduce()", sgd, 2, {"each worker": 3}),
+    ("allreduce()", momentum, 2, {"each worker": 4}),
+    ("allreduce()", adam, 2, {"each worker": 6}),
     # a server: the model that it builds, its shard, a push of each worker, Adam's moments
     ("sync()", sgd, 1, {"each server": 3, "each worker": 3}),
     ("async()", sgd, 4, {"each server": 6, "each worker": 3}),
@@ -41,27 +45,53 @@ def adam(parameters):
     ("async(servers=2)", adam, 4, {"each server": 1 + (1 + 2 + 4) / 2, "each worker": 3}),
     ("async(optimizer='worker')", adam, 1, {"each server": 3, "each worker": 3 + 2 + 2}),
     ("async(inflight=2)", sgd, 1, {"each server": 3, "each worker": 4}),
-    ("localsgd(period=2)", momentum, 2, {"each rank": 3}),
-    ("localsgd(period=2,outer=diloco())", momentum, 2, {"each rank": 5}),
-    ("localsgd(period=2,wire='int8')", sgd, 2, {"each rank": 2 + 1 + 1.5}),
+    ("localsgd(period=2)", momentum, 2, {"each worker": 3}),
+    ("localsgd(period=2,outer=diloco())", momentum, 2, {"each worker": 5}),
+    ("localsgd(period=2,wire='int8')", sgd, 2, {"each worker": 2 + 1 + 1.5}),
     # a peer: its update, the one that leaves, and one of each other peer
-    ("decentralized()", sgd, 3, {"each rank": 2 + 2 + 2}),
+    ("decentralized()", sgd, 3, {"each worker": 2 + 2 + 2}),
 ])  # fmt: skip
 def test_a_rank_needs_so_many_times_the_model(text, optimizer, num_workers, expected):
     assert needs(text, optimizer, num_workers) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(("text", "optimizer", "num_workers", "expected"), [
-    ("allreduce()", momentum, 2, {"each rank": 4}),
+    ("allreduce()", momentum, 2, {"each worker": 4}),
     # a server: the model, and in 32 bits its shard, momentum and a widened push; a push and a reply as they travel
     ("sync()", momentum, 1, {"each server": 1 + 2 + 2 + 2 + 1 + 1, "each worker": 3}),
     # a worker: parameters, gradients, push and reply; masters, their gradients, Adam's moments and two temporaries
     ("async(optimizer='worker')", adam, 2, {"each server": 1 + 2 + 2 + 2 + 4 + 1, "each worker": 4 + 4 + 4 + 4}),
-    # a peer: parameters and gradients; masters, their gradients and an update made twice; what leaves and arrives
-    ("decentralized()", sgd, 3, {"each rank": 2 + 4 + 4 + 1 + 2}),
+    # a peer: parameters and gradients; masters, their gradients and an update; what leaves and arrives
+    ("decentralized()", sgd, 3, {"each worker": 2 + 4 + 2 + 1 + 2}),
 ])  # fmt: skip
 def test_a_model_in_16_bits_is_held_in_32_where_it_is_stepped(text, optimizer, num_workers, expected):
     assert needs(text, optimizer, num_workers, torch.bfloat16) == pytest.approx(expected, rel=1e-3)
+
+
+def told_on(rank, left_bytes, monkeypatch, capsys):
+    """What rank 0 reports, and the warning, of `async()` on two nodes of two ranks, the first of which serves."""
+    strategy = parse("async()", "strategy")
+    runtime = SimpleNamespace(rank=rank, local_rank=rank % 2, nodes=(0, 0, 1, 1), hosts=("a", "a", "b", "b"))
+    report, session = [], SimpleNamespace(runtime=runtime, strategy=strategy, device=torch.device("cpu"))
+    session.roles = assign((0, 0, 1, 1), 1, "spread")
+    session.report = SimpleNamespace(event=lambda name, **fields: report.append((name, *fields)))
+    module = nn.Linear(1000, 1000, bias=False)
+    monkeypatch.setattr(memory, "available_bytes", lambda num_sharing: left_bytes / num_sharing)
+    tell_memory(session, module, adam(module.parameters()))
+    return report, capsys.readouterr().err
+
+
+def test_a_node_that_has_less_than_its_ranks_need_is_warned_of(monkeypatch, capsys):
+    # beside the model that is there: on the first node a server's shard, moments and three pushes, and a worker's two
+    report, warning = told_on(0, 8.1 * P, monkeypatch, capsys)
+    assert report == [("memory", "each server", "each worker", "beside")] and not warning
+    _, warning = told_on(0, 7.9 * P, monkeypatch, capsys)
+    assert (
+        "warning: a: its 2 ranks will need 30.5 MiB more than they have, and 30.1 MiB can be had" in warning
+    )
+    for rank, left, expected in ((2, 4.1, ""), (2, 3.9, "b: its 2 ranks"), (1, 0, ""), (3, 0, "")):
+        report, warning = told_on(rank, left * P, monkeypatch, capsys)
+        assert not report and (expected in warning if expected else not warning)
 
 
 def test_what_is_told_adds_up_and_fits_a_terminal():

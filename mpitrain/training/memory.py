@@ -1,4 +1,4 @@
-"""What a rank of each kind holds in memory, by part, before anything runs.
+"""What a rank of each kind holds in memory, by part, before anything runs, and whether a node has so much.
 
 Invariants: sizes are those of the model's tensors and of the buffers that roles keep for them. Measured, in this
 process, are only what Python and the libraries take, and the optimizer's state after a step with gradients of zero.
@@ -18,18 +18,19 @@ from torch.optim import Optimizer
 from mpitrain.codecs.base import Codec
 from mpitrain.errors import UsageError
 from mpitrain.model.optimizers.optimizer import check_elementwise, rebuild, state_bytes
+from mpitrain.model.optimizers.step_hooks import without_global_hooks
 from mpitrain.model.wire.masters import SIXTEEN, keeps_masters
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import Average, LocalSGD
-from mpitrain.system.memory import resident_bytes
-from mpitrain.system.sizes import size_text
+from mpitrain.system.memory import available_bytes, resident_bytes
+from mpitrain.system.saying import tell
+from mpitrain.system.sizes import counted, size_text
+from mpitrain.training.session import Session
 
 _SAMPLE, _WIDTH = 4096, 80
-_LIBRARIES_BYTES = (
-    100 << 20
-)  # of MPI, and of what torch imports with the first step, which a dry run does not load
+_LIBRARIES_BYTES = 100 << 20  # of MPI, and of what torch imports with the first step: not here in a dry run
 
 
 class Sizes(NamedTuple):
@@ -53,8 +54,13 @@ class Sizes(NamedTuple):
 class Need(NamedTuple):
     """Of one kind of rank; `parts`: bytes by name."""
 
-    who: str
+    role: str
     parts: dict[str, float]
+
+    @property
+    def who(self) -> str:
+        """In a line."""
+        return f"each {self.role}"
 
     @property
     def num_bytes(self) -> float:
@@ -70,8 +76,8 @@ class Messages(NamedTuple):
     reply: float = 0.0
 
 
-def sizes_of(module: nn.Module, optimizer: Optimizer, strategy: Strategy) -> Sizes:
-    """Of a module that is built here."""
+def sizes_of(module: nn.Module, optimizer: Optimizer, strategy: Strategy, may_step: bool = True) -> Sizes:
+    """Of a module that is built here; `may_step`: with this optimizer, where its state cannot be known otherwise."""
     trained = [one for one in module.parameters() if one.requires_grad]
     dtypes = [_stepped(one.dtype, strategy) for one in trained]
     stepped = [one.numel() * dtype.itemsize for one, dtype in zip(trained, dtypes, strict=True)]
@@ -82,7 +88,7 @@ def sizes_of(module: nn.Module, optimizer: Optimizer, strategy: Strategy) -> Siz
         trained=sum(one.nbytes for one in trained),
         stepped=sum(stepped),
         largest=largest,
-        optimizer=_state_bytes(trained, optimizer, strategy),
+        optimizer=_state_bytes(trained, optimizer, strategy, may_step),
         step=0 if is_sgd else 2 * largest,
     )
 
@@ -91,21 +97,57 @@ def _stepped(dtype: torch.dtype, strategy: Strategy) -> torch.dtype:
     return torch.float32 if dtype in SIXTEEN and keeps_masters(strategy) else dtype
 
 
-def _state_bytes(trained: Sequence[nn.Parameter], optimizer: Optimizer, strategy: Strategy) -> int | None:
+def _state_bytes(
+    trained: Sequence[nn.Parameter], optimizer: Optimizer, strategy: Strategy, may_step: bool
+) -> int | None:
     """Of an optimizer that looks at one element at a time by a small tensor, so that no step of a large model is taken
     for it."""
     try:
         check_elementwise(optimizer)
         sample = nn.Parameter(torch.zeros(_SAMPLE, dtype=_stepped(trained[0].dtype, strategy)))
-        each = state_bytes([sample], rebuild(optimizer, [(0, sample)]))
+        with without_global_hooks():
+            each = state_bytes([sample], rebuild(optimizer, [(0, sample)]))
     except (UsageError, IndexError):
-        return state_bytes(trained, optimizer)
+        return state_bytes(trained, optimizer) if may_step else None
     return None if each is None else each // _SAMPLE * sum(one.numel() for one in trained)
 
 
 def memory_needs(strategy: Strategy, sizes: Sizes, messages: Messages) -> list[Need]:
     """Of each kind of rank, those with the most parts first. Not of split models, whose ranks hold parts."""
     return strategy.choose(_NEEDS)(strategy, sizes, messages)
+
+
+def tell_memory(session: Session, module: nn.Module, optimizer: Optimizer) -> None:
+    """Report what ranks need where they compute on the host, on rank 0, and warn on each node that has less; the module
+    is built, and nothing else. Nothing where the strategy's needs are not known."""
+    runtime, strategy = session.runtime, session.strategy
+    is_asked = runtime.rank == 0 or runtime.local_rank == 0
+    if not is_asked or session.device.type != "cpu" or strategy.splits_model or strategy.reduces:
+        return
+    sizes = sizes_of(module, optimizer, strategy, may_step=False)
+    if sizes.optimizer is None:
+        return
+    needs = memory_needs(strategy, sizes, dense_messages(strategy, sizes, len(session.roles.workers)))
+    libraries = max(0, resident_bytes() - sizes.parameters)
+    if runtime.rank == 0:
+        told = {need.who: size_text(libraries + need.num_bytes) for need in needs}
+        session.report.event("memory", **told, beside="what the backward pass keeps of a batch")
+    more = {need.role: need.num_bytes - sizes.parameters for need in needs}
+    ranks = [rank for rank, node in enumerate(runtime.nodes) if node == runtime.nodes[runtime.rank]]
+    needed = sum(more.get(session.roles.of(rank), more["worker"]) for rank in ranks)
+    left = available_bytes(len(ranks)) * len(ranks)
+    if needed > left:
+        tell(
+            f"mpitrain: warning: {runtime.hosts[runtime.rank]}: its {counted(len(ranks), 'rank')} will need "
+            f"{size_text(needed)} more than they have, and {size_text(left)} can be had: take fewer ranks a node, more "
+            "servers, or a strategy that splits the model"
+        )
+
+
+def dense_messages(strategy: Strategy, sizes: Sizes, num_workers: int) -> Messages:
+    """As if no codec made messages smaller: what a rank makes room for."""
+    size = float(sizes.trained) if strategy.sends_messages else 0.0
+    return Messages(num_workers, size, size)
 
 
 def describe_memory(needs: Sequence[Need], libraries_bytes: float) -> list[str]:
@@ -135,14 +177,14 @@ def _trained(sizes: Sizes, **more: float) -> dict[str, float]:
 def _all_reduced(strategy: AllReduce, sizes: Sizes, messages: Messages) -> list[Need]:
     residual = 0 if strategy.codec.is_none or strategy.codec.sends_all else sizes.trained
     step = max(sizes.step, sizes.largest)  # backward makes a gradient before it is in its bucket
-    return [Need("each rank", _trained(sizes._replace(step=step), residual=residual))]
+    return [Need("worker", _trained(sizes._replace(step=step), residual=residual))]
 
 
 def _averaged(strategy: LocalSGD, sizes: Sizes, messages: Messages) -> list[Need]:
     anchor = sizes.trained if strategy.keeps_anchor else 0
     velocity = sizes.trained if strategy.outer != Average() else 0
     residual = (1 + 1 / messages.num_workers) * sizes.trained if strategy.wire == "int8" else 0
-    return [Need("each rank", _trained(sizes, anchor=anchor, velocity=velocity, residual=residual))]
+    return [Need("worker", _trained(sizes, anchor=anchor, velocity=velocity, residual=residual))]
 
 
 def _told(strategy: Decentralized, sizes: Sizes, messages: Messages) -> list[Need]:
@@ -154,7 +196,7 @@ def _told(strategy: Decentralized, sizes: Sizes, messages: Messages) -> list[Nee
         "arriving updates": senders * messages.push,
         "copies": copies,
     }
-    return [Need("each rank", _trained(sizes, **held))]
+    return [Need("worker", _trained(sizes, **held))]
 
 
 def _served(strategy: ServerStrategy, sizes: Sizes, messages: Messages) -> list[Need]:
@@ -186,7 +228,7 @@ def _served(strategy: ServerStrategy, sizes: Sizes, messages: Messages) -> list[
         "replies": messages.reply if strategy.reply_numbers != "full" or masters else 0,
         "the optimizer's step": sizes.step if on_workers else 0,
     }
-    return [Need("each server", server), Need("each worker", worker)]
+    return [Need("server", server), Need("worker", worker)]
 
 
 def _is_kept(of: object) -> bool:
