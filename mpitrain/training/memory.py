@@ -131,7 +131,7 @@ def tell_memory(session: Session, module: nn.Module, optimizer: Optimizer) -> No
     libraries = max(0, resident_bytes() - sizes.parameters)
     if runtime.rank == 0:
         told = {need.who: size_text(libraries + need.num_bytes) for need in needs}
-        session.report.event("memory", **told, beside="what the backward pass keeps of a batch")
+        session.report.event("memory", **told, not_counted="what the backward pass keeps of a batch")
     more = {need.role: need.num_bytes - sizes.parameters for need in needs}
     ranks = [rank for rank, node in enumerate(runtime.nodes) if node == runtime.nodes[runtime.rank]]
     needed = sum(more.get(session.roles.of(rank), more["worker"]) for rank in ranks)

@@ -84,7 +84,7 @@ def told_on(rank, left_bytes, monkeypatch, capsys):
 def test_a_node_that_has_less_than_its_ranks_need_is_warned_of(monkeypatch, capsys):
     # beside the model that is there: on the first node a server's shard, moments and three pushes, and a worker's two
     report, warning = told_on(0, 8.1 * P, monkeypatch, capsys)
-    assert report == [("memory", "each server", "each worker", "beside")] and not warning
+    assert report == [("memory", "each server", "each worker", "not_counted")] and not warning
     _, warning = told_on(0, 7.9 * P, monkeypatch, capsys)
     assert (
         "warning: a: its 2 ranks will need 30.5 MiB more than they have, and 30.1 MiB can be had" in warning
