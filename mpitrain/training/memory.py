@@ -16,8 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.codecs.base import Codec
-from mpitrain.errors import UsageError
-from mpitrain.model.optimizers.optimizer import check_elementwise, rebuild, state_bytes
+from mpitrain.model.optimizers.optimizer import is_torchs_elementwise, rebuild, state_bytes
 from mpitrain.model.optimizers.step_hooks import without_global_hooks
 from mpitrain.model.wire.masters import SIXTEEN, keeps_masters
 from mpitrain.strategies.allreduce import AllReduce
@@ -100,15 +99,13 @@ def _stepped(dtype: torch.dtype, strategy: Strategy) -> torch.dtype:
 def _state_bytes(
     trained: Sequence[nn.Parameter], optimizer: Optimizer, strategy: Strategy, may_step: bool
 ) -> int | None:
-    """Of an optimizer that looks at one element at a time by a small tensor, so that no step of a large model is taken
-    for it."""
-    try:
-        check_elementwise(optimizer)
-        sample = nn.Parameter(torch.zeros(_SAMPLE, dtype=_stepped(trained[0].dtype, strategy)))
-        with without_global_hooks():
-            each = state_bytes([sample], rebuild(optimizer, [(0, sample)]))
-    except (UsageError, IndexError):
+    """Of torch's optimizers that look at one element at a time by a small tensor, so that no step of a large model is
+    taken for it. A step of the user's own may do anything, and is taken only if it may be."""
+    if not (trained and is_torchs_elementwise(optimizer)):
         return state_bytes(trained, optimizer) if may_step else None
+    sample = nn.Parameter(torch.zeros(_SAMPLE, dtype=_stepped(trained[0].dtype, strategy)))
+    with without_global_hooks():
+        each = state_bytes([sample], rebuild(optimizer, [(0, sample)]))
     return None if each is None else each // _SAMPLE * sum(one.numel() for one in trained)
 
 
@@ -122,7 +119,8 @@ def tell_memory(session: Session, module: nn.Module, optimizer: Optimizer) -> No
     is built, and nothing else. Nothing where the strategy's needs are not known."""
     runtime, strategy = session.runtime, session.strategy
     is_asked = runtime.rank == 0 or runtime.local_rank == 0
-    if not is_asked or session.device.type != "cpu" or strategy.splits_model or strategy.reduces:
+    is_known = not strategy.splits_model and not strategy.reduces and runtime.num_threads is None
+    if not is_asked or session.device.type != "cpu" or not is_known:
         return
     sizes = sizes_of(module, optimizer, strategy, may_step=False)
     if sizes.optimizer is None:

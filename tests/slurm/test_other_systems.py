@@ -213,7 +213,7 @@ class Stage:
         return calls.read_text().splitlines()
 
 
-MPIRUN = "-x PATH -x OMP_NUM_THREADS"
+MPIRUN = "-x PATH -x OMP_NUM_THREADS -x GLIBC_TUNABLES"
 TRAINED = 'bash -c trap "" USR1; exec "$@" rank mpitrain train job.py --lr 1 --run-dir run --resume auto'
 LINES = {
     ("pbs", "mpirun"): (

@@ -76,6 +76,11 @@ def check_weighable(optimizer: Optimizer, strategy: ServerStrategy) -> None:
         )
 
 
+def is_torchs_elementwise(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's own that can run on slices."""
+    return _is_known(type(optimizer))
+
+
 def _is_known(cls: type) -> bool:
     return cls.__module__.startswith("torch.optim") and cls.__name__ in ELEMENTWISE
 

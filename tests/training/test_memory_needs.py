@@ -71,7 +71,9 @@ def test_a_model_in_16_bits_is_held_in_32_where_it_is_stepped(text, optimizer, n
 def told_on(rank, left_bytes, monkeypatch, capsys):
     """What rank 0 reports, and the warning, of `async()` on two nodes of two ranks, the first of which serves."""
     strategy = parse("async()", "strategy")
-    runtime = SimpleNamespace(rank=rank, local_rank=rank % 2, nodes=(0, 0, 1, 1), hosts=("a", "a", "b", "b"))
+    runtime = SimpleNamespace(
+        rank=rank, local_rank=rank % 2, nodes=(0, 0, 1, 1), hosts=("a", "a", "b", "b"), num_threads=None
+    )
     report, session = [], SimpleNamespace(runtime=runtime, strategy=strategy, device=torch.device("cpu"))
     session.roles = assign((0, 0, 1, 1), 1, "spread")
     session.report = SimpleNamespace(event=lambda name, **fields: report.append((name, *fields)))
