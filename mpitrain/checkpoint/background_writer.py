@@ -98,9 +98,11 @@ class CheckpointWriter:
         busy = self._thread is not None and self._thread.is_alive()
         return not busy and time.monotonic() - self._last_s >= self.plan.policy.interval_s(self._cost_s)
 
-    def try_out(self, role_state: Callable[[], dict[str, Any]]) -> None:
+    def try_out(
+        self, role_state: Callable[[], dict[str, Any]], more: Callable[[], dict[str, Any]] | None = None
+    ) -> None:
         """Before the first step, and at the first call after an update: look whether a checkpoint can hold the state.
-        Nothing is written, and later calls do nothing.
+        Nothing is written, and later calls do nothing. `more`: the plan's, where that can be had without a copy.
 
         Raises:
             UsageError: it cannot; names the place.
@@ -111,7 +113,7 @@ class CheckpointWriter:
         from mpitrain.checkpoint.state_tree import structure_of
 
         try:
-            structure = structure_of({"role": role_state(), **self.plan.more()})
+            structure = structure_of({"role": role_state(), **(more or self.plan.more)()})
             num_bytes = len(json.dumps([structure, self.plan.about]))
         except TypeError as error:
             raise UsageError(

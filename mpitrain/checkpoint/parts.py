@@ -17,10 +17,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +68,6 @@ SCHEMA = 3
 FOLDER = CHECKPOINTS
 FIRST = FIRST_PART
 MAX_PART_BYTES = 2**40
-_PIECE_BYTES = 2**22
 # What a part's JSON holds.
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "written_by": str,
@@ -94,6 +92,7 @@ class Checkpoint(NamedTuple):
         checkpoint_at: accepted samples when it was written; in a loop of the user's own, the step.
         about: what the first part says of the run; identity: which run and which start of it wrote the checkpoint.
         refused: why newer folders were passed over.
+        held: parts that this process has read while it verified them, until somebody asks for their states.
     """
 
     folder: Path
@@ -102,10 +101,15 @@ class Checkpoint(NamedTuple):
     about: dict[str, Any]
     identity: Identity
     refused: tuple[str, ...] = ()
+    held: dict[str, Part] | None = None
 
     def part(self, name: str) -> Any:
-        """The state of one part, or None where the checkpoint has none of that name."""
-        return read_part(self.folder, name, self.identity) if name in self.parts else None
+        """The state of one part, or None where the checkpoint has none of that name. What is held is handed over, so it
+        is read anew for whoever asks for it again."""
+        if name not in self.parts:
+            return None
+        held = self.held.pop(name, None) if self.held else None
+        return read_part(self.folder, name, self.identity) if held is None else held.state()
 
     def num_samples(self) -> int:
         """Accepted ones, which may be more than its name says."""
@@ -145,14 +149,12 @@ def write_part(
         CheckpointError: the disk is full or not writable; nothing half-written stays.
         TypeError: the state holds what a checkpoint cannot.
     """
+    from mpitrain.checkpoint.payload import Payload
     from mpitrain.checkpoint.state_tree import split
-    from mpitrain.checkpoint.tensor_file import body, describe, header, order_of
 
     structure, tensors = split(state)
-    described = describe(tensors)
-    head = header(described)
-    num_bytes = len(head) + sum(one.num_bytes for one in described.values())
-    payload = _Digested(itertools.chain([head], (body(tensors[name]) for name in order_of(described))))
+    payload = Payload(tensors)
+    num_bytes = payload.num_bytes
     record: dict[str, Any] = {
         "schema": SCHEMA,
         "written_by": f"mpitrain {__version__}",
@@ -174,27 +176,15 @@ def write_part(
         run_dir, place = folder.parent.parent, place_of(folder, name)
         make_private(run_dir, *place.relative_to(run_dir).parts)
         with all_durably_replaced(place / f"{name}.safetensors", place / f"{name}.json") as temporaries:
-            _write(temporaries[0], payload, num_bytes // 2 if disk_full else None)
+            payload.write(temporaries[0], num_bytes // 2 if disk_full else None)
             record["sha256"] = payload.digest.hexdigest()
-            _write(temporaries[1], [_text(record)])
+            temporaries[1].write_bytes(_text(record))
     except OSError as error:
         raise CheckpointError(
             f"cannot write checkpoint part {folder / name}: {error.strerror or error}; the checkpoints before it are "
             "untouched"
         ) from error
     return num_bytes + num_text_bytes
-
-
-class _Digested:
-    """Pieces of a file, with the digest of those that have been taken."""
-
-    def __init__(self, pieces: Iterable[bytes | memoryview]):
-        self._pieces, self.digest = pieces, hashlib.sha256()
-
-    def __iter__(self) -> Iterator[bytes | memoryview]:
-        for piece in self._pieces:
-            self.digest.update(piece)
-            yield piece
 
 
 def _text(record: dict[str, Any]) -> bytes:
@@ -211,15 +201,6 @@ def corrupt_part(folder: Path, name: str) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-
-
-def _write(path: Path, pieces: Iterable[bytes | memoryview], room: int | None = None) -> None:
-    """`room`: bytes after which the disk is full."""
-    with open(path, "wb") as file:
-        for piece in pieces:
-            file.write(piece if room is None else piece[: max(0, room - file.tell())])
-        if room is not None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _read_record(folder: Path, name: str) -> dict[str, Any]:
@@ -276,18 +257,15 @@ def _check_source(path: Path, source: dict[str, Any] | None) -> None:
         raise CheckpointError(f"{path} is damaged: {source!r:.80} is no checkpoint that a run can go on from")
 
 
-def _size(path: Path, handle: int, record: dict[str, Any]) -> int:
-    size, wanted = os.fstat(handle).st_size, record["num_bytes"]
-    if size != wanted or size > MAX_PART_BYTES:
-        raise CheckpointError(f"{path} is damaged: {size} bytes instead of {wanted}")
-    return size
-
-
 @contextlib.contextmanager
-def _payload(folder: Path, name: str) -> Iterator[tuple[Path, Any]]:
+def _payload(folder: Path, name: str, record: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """The file of its tensors, which has the right size."""
     path = found_at(folder, name) / f"{name}.safetensors"
     try:
         with open_regular(path) as file:
+            size, wanted = os.fstat(file.fileno()).st_size, record["num_bytes"]
+            if size != wanted or size > MAX_PART_BYTES:
+                raise CheckpointError(f"{path} is damaged: {size} bytes instead of {wanted}")
             yield path, file
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
@@ -295,50 +273,76 @@ def _payload(folder: Path, name: str) -> Iterator[tuple[Path, Any]]:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _check_payload(folder: Path, name: str, record: dict[str, Any]) -> None:
-    """Its checksum, a piece at a time."""
-    with _payload(folder, name) as (path, file):
-        _size(path, file.fileno(), record)
-        digest = hashlib.sha256()
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-        if digest.hexdigest() != record["sha256"]:
-            raise CheckpointError(f"{path} is damaged: its checksum does not match")
+def _compare_digest(path: Path, digest: str, record: dict[str, Any]) -> None:
+    if digest != record["sha256"]:
+        raise CheckpointError(f"{path} is damaged: its checksum does not match")
 
 
-def read_part(folder: Path, name: str, identity: Identity | None = None) -> Any:
-    """The state of one part, verified; `identity`: whose checkpoint it must be.
+def _check_payload(folder: Path, name: str) -> None:
+    """Whether its tensors are as they were written; none is kept."""
+    from mpitrain.checkpoint.payload import digest_of
+
+    record = _read_record(folder, name)
+    with _payload(folder, name, record) as (path, file):
+        _compare_digest(path, digest_of(file), record)
+
+
+class Part(NamedTuple):
+    """A part that has been read whole, and verifies: the structure of its state, its tensors by name, and why the file
+    holds none."""
+
+    place: Path
+    structure: Any
+    tensors: dict[str, Any]
+    why_not: Exception | None
+
+    def state(self) -> dict[Any, Any]:
+        """What was written.
+
+        Raises:
+            CheckpointError: nobody has written that.
+        """
+        from mpitrain.checkpoint.state_tree import join
+
+        try:
+            if self.why_not is not None:
+                raise self.why_not
+            return _as_dict(join(self.structure, self.tensors))
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, RuntimeError) as error:
+            raise _unreadable(self.place, error) from error
+
+
+def load_part(folder: Path, name: str, identity: Identity | None = None) -> Part:
+    """One part, read once and verified on the way; `identity`: whose checkpoint it must be.
 
     Raises:
         CheckpointError: not there, damaged, of another name, checkpoint, run, attempt or schema, or larger than this
             machine's memory.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    from mpitrain.checkpoint.state_tree import join
+    from mpitrain.checkpoint.payload import read
 
     record = _read_record(folder, name)
     if identity is not None:
         _check_identity(folder, name, record, identity)
-    with _payload(folder, name) as (path, file):
-        size, memory = (
-            _size(path, file.fileno(), record),
-            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        )
-        if size > memory:
-            raise CheckpointError(f"{path} has {size} bytes, and this machine {memory} of memory")
-        payload = file.read(size + 1)
-        if len(payload) != size or hashlib.sha256(payload).hexdigest() != record["sha256"]:
-            raise CheckpointError(f"{path} is damaged: its checksum does not match")
-    try:
-        tensors = load(payload)
-        del payload  # which is as large
-        return _as_dict(join(record["state"], tensors))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder / name} cannot be read: {type(error).__name__}: {error!s:.200}"
-        ) from error
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with _payload(folder, name, record) as (path, file):
+        if record["num_bytes"] > memory:
+            raise CheckpointError(
+                f"{path} has {record['num_bytes']} bytes, and this machine {memory} of memory"
+            )
+        digest, tensors, why_not = read(file, record["num_bytes"])
+        _compare_digest(path, digest, record)
+    return Part(folder / name, record["state"], tensors, why_not)
+
+
+def read_part(folder: Path, name: str, identity: Identity | None = None) -> Any:
+    """The state of one part, verified; arguments and errors as of `load_part`, and one of a state that nobody has
+    written."""
+    return load_part(folder, name, identity).state()
+
+
+def _unreadable(place: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{place} cannot be read: {type(error).__name__}: {error!s:.200}")
 
 
 def _as_dict(state: object) -> dict[Any, Any]:
@@ -365,9 +369,7 @@ def read_numbers(folder: Path, name: str, key: str, identity: Identity) -> Any:
     try:
         return _as_dict(_as_dict(join(record["state"], _NoTensors()))[key])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{folder / name} cannot be read: {type(error).__name__}: {error!s:.200}"
-        ) from error
+        raise _unreadable(folder / name, error) from error
 
 
 def _check_identity(folder: Path, name: str, record: dict[str, Any], identity: Identity) -> None:
@@ -399,15 +401,19 @@ def survey(folder: Path) -> Checkpoint:
     return Checkpoint(folder, position_of(folder) or 0, parts, first["about"] or {}, identity)
 
 
-def damage(folder: Path, parts: Sequence[str]) -> list[str]:
-    """What is wrong with the tensors of these parts."""
-    found = []
+def damage(found: Checkpoint, parts: Sequence[str], keep: Collection[str] = ()) -> list[str]:
+    """What is wrong with the tensors of these parts; those to `keep` are in `found.held` then."""
+    told = []
     for name in parts:
         try:
-            _check_payload(folder, name, _read_record(folder, name))
+            if name in keep:
+                assert found.held is not None, "who keeps parts has found the checkpoint for itself"
+                found.held[name] = load_part(found.folder, name, found.identity)
+            else:
+                _check_payload(found.folder, name)
         except CheckpointError as error:
-            found.append(str(error))
-    return found
+            told.append(str(error))
+    return told
 
 
 def verify(folder: Path) -> Checkpoint:
@@ -417,7 +423,7 @@ def verify(folder: Path) -> Checkpoint:
         CheckpointError: what is missing, damaged or of something else.
     """
     found = survey(folder)
-    if damaged := damage(folder, found.parts):
+    if damaged := damage(found, found.parts):
         raise CheckpointError(damaged[0])
     return found
 
@@ -460,7 +466,7 @@ def newest(run_dir: Path) -> Checkpoint | None:
     """
     refused: list[CheckpointError] = []
     for found in candidates(run_dir, refused):
-        damaged = damage(found.folder, found.parts)
+        damaged = damage(found, found.parts)
         if not damaged:
             return found._replace(refused=tuple(map(str, refused)))
         refused += map(CheckpointError, damaged)

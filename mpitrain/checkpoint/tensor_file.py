@@ -1,13 +1,15 @@
-"""Writing safetensors files tensor by tensor, so that nobody has to hold all tensors, or all bytes, at once.
+"""Safetensors files tensor by tensor, so that nobody has to hold all tensors, or all bytes, at once.
 
 Invariants: a file has the bytes that safetensors' own `save_file` gives it, but for the order of the metadata. Tied
 tensors are written once for each name. Names, dtypes and shapes have to be known before the first tensor, since they
-stand at the beginning.
+stand at the beginning; whoever reads that makes the tensors, and fills them in their order. A file that is read may be
+hostile: what is made has as many bytes as follow, and what follows is covered once.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -27,6 +29,8 @@ _KINDS = {
 _TYPES = dtypes(_KINDS.values())
 _NAMES = {_TYPES[name]: kind for kind, name in _KINDS.items() if name in _TYPES}
 DTYPES = frozenset(_NAMES)  # that a file can hold
+LENGTH_BYTES = 8  # of the number before the header's text
+MAX_HEADER_BYTES = 10**8  # as safetensors has it
 _ORDER = {kind: number for number, kind in enumerate(_KINDS)}
 
 
@@ -39,7 +43,7 @@ class Described(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """In a file."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Described]:
@@ -82,14 +86,58 @@ def header(described: Mapping[str, Described], metadata: Mapping[str, str] | Non
         entries[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def described_by(text: bytes, num_bytes: int) -> dict[str, Described]:
+    """What a header, without its length, says of the `num_bytes` that follow it, in their order.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError, RecursionError: it is no header, or one of other bytes.
+    """
+    entries = json.loads(text)
+    entries.pop("__metadata__", None)
+    found, end = {}, 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        shape, offsets = entry["shape"], entry["data_offsets"]
+        if not all(type(number) is int and number >= 0 for number in (*shape, *offsets)):
+            raise ValueError(f"{name!r:.80} has a shape or a place that is none")
+        found[name] = Described(_TYPES[_KINDS[entry["dtype"]]], tuple(shape))
+        begin, end = end, end + found[name].num_bytes
+        if offsets != [begin, end]:
+            raise ValueError(f"{name!r:.80} does not lie where the tensor before it ends")
+    if end != num_bytes:
+        raise ValueError(f"{end} bytes of tensors instead of {num_bytes}")
+    return found
 
 
 def body(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes in the file."""
-    raw = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    raw = _raw(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
     if sys.byteorder == "big":
-        width = tensor.dtype.itemsize // (2 if tensor.dtype.is_complex else 1)
-        raw = raw.reshape(-1, width).flip(1).reshape(-1)
+        raw = _turned(raw, tensor.dtype)
     numbers: Any = raw.numpy()
     return memoryview(numbers)
+
+
+def room_of(tensor: torch.Tensor) -> memoryview:
+    """Where a new tensor's bytes in a file are read to; `settle` follows."""
+    numbers: Any = _raw(tensor).numpy()
+    return memoryview(numbers)
+
+
+def settle(tensor: torch.Tensor) -> None:
+    """The bytes of a file are there; make them this machine's."""
+    if sys.byteorder == "big":
+        raw = _raw(tensor)
+        raw.copy_(_turned(raw, tensor.dtype))
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _turned(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """With the bytes of each number in the other order."""
+    width = dtype.itemsize // (2 if dtype.is_complex else 1)
+    return raw.reshape(-1, width).flip(1).reshape(-1)

@@ -340,11 +340,10 @@ class Runtime(Ranks):
         found: list[int] = self.collective(lambda: json_collectives.largest(self.comm, own), what)
         return found
 
-    def broadcast_tensors(self, tensors: Sequence[Any]) -> None:
-        """All ranks take over rank 0's values of these tensors."""
+    def broadcast_tensors(self, tensors: Sequence[Any], root: int = 0) -> None:
         from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 
-        broadcast_tensors(self, tensors)
+        broadcast_tensors(self, tensors, root)
 
     # ---- what carries roles
 

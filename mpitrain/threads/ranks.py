@@ -129,8 +129,8 @@ class ThreadRanks(Ranks):
         number = self._num_groups[key] = self._num_groups.get(key, 0) + 1
         return Sums(self.hub.meeting(key, number), self.rank, self._waiting)
 
-    def broadcast_tensors(self, tensors: Sequence[Any]) -> None:
-        self.sums().first_of(list(tensors))
+    def broadcast_tensors(self, tensors: Sequence[Any], root: int = 0) -> None:
+        self.sums().first_of(list(tensors), root)
 
     # ---- what carries roles
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,9 @@ from mpitrain.checkpoint.parts import FOLDER, UnfinishedError, listed, position_
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.job import Job, Overrides
 from mpitrain.reporting.report import default_run_dir
+from mpitrain.strategies.base import Strategy
+from mpitrain.strategies.model_parallel.base import Split
+from mpitrain.strategies.placement import Roles
 from mpitrain.system.files.folders import make_private, unused
 from mpitrain.system.files.run_directory import (
     RUN_FILE,
@@ -33,7 +37,7 @@ from mpitrain.system.files.run_directory import (
 from mpitrain.system.files.run_lock import RunLock
 from mpitrain.system.launched import rank_status
 from mpitrain.training.agree import attempt
-from mpitrain.training.resuming.find_checkpoint import find, identify
+from mpitrain.training.resuming.find_checkpoint import find, identify, readers_of
 from mpitrain.training.validations.best_model import begin_from
 
 if TYPE_CHECKING:
@@ -57,7 +61,7 @@ class Opened(NamedTuple):
     leg: int = 1
 
 
-def open_run(runtime: Ranks, job: Job, overrides: Overrides) -> Opened:
+def open_run(runtime: Ranks, job: Job, overrides: Overrides, roles: Roles) -> Opened:
     """Collective: agree on the directory, on what to go on from and on the run's identity.
 
     Raises:
@@ -72,7 +76,8 @@ def open_run(runtime: Ranks, job: Job, overrides: Overrides) -> Opened:
     lock = RunLock(run_dir, attempt_id) if runtime.rank == 0 else None
     attempt(runtime, lambda: lock.take() if lock else None)
     try:
-        found = find(runtime, source)
+        own = attempt(runtime, lambda: _by_part(job.run_strategy, runtime.nodes))
+        found = find(runtime, source, readers_of(roles, own))
         leg = 1 if found is None or source is None or runtime.rank else _last_leg(source) + 1
         identity, events = _agree_on_identity(runtime, run_dir, source, overrides, found, attempt_id)
     except BaseException:
@@ -80,6 +85,13 @@ def open_run(runtime: Ranks, job: Job, overrides: Overrides) -> Opened:
             lock.release()
         raise
     return Opened(run_dir, found, identity, tuple(events), lock, leg)
+
+
+def _by_part(strategy: Strategy, nodes: tuple[int, ...]) -> Sequence[int]:
+    """Ranks in the order of the parts that they write of a checkpoint, where there are no servers."""
+    if not isinstance(strategy, Split):
+        return range(len(nodes))
+    return [rank for row in strategy.grid(nodes).ranks for rank in row]
 
 
 def _attempt_of_launch() -> str:

@@ -266,7 +266,7 @@ def prepare(
     about = attempt(
         runtime, lambda: {} if runtime.rank else about_data(job, overrides, catalogue, validation)
     )
-    opened = open_run(runtime, job, overrides)
+    opened = open_run(runtime, job, overrides, roles)
     runtime.run_dir = run_dir = opened.run_dir
     session = Session(
         runtime, job, overrides, roles, catalogue, validation, run_dir, NullReport(), started_s, runtime.rank,

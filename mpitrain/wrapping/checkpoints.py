@@ -23,6 +23,7 @@ from mpitrain.checkpoint.pruning import Pruner
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.part_names import own_part
+from mpitrain.strategies.placement import Roles
 from mpitrain.system.files.folders import make_private
 from mpitrain.system.files.run_directory import (
     Identity,
@@ -35,7 +36,7 @@ from mpitrain.system.files.run_directory import (
 from mpitrain.system.files.run_lock import RunLock
 from mpitrain.system.saying import tell
 from mpitrain.training.agree import attempt
-from mpitrain.training.resuming.find_checkpoint import find, identify
+from mpitrain.training.resuming.find_checkpoint import find, identify, readers_of
 from mpitrain.training.resuming.resume_options import shapes_of
 from mpitrain.training.synchronous.checkpoints import copied
 
@@ -213,18 +214,21 @@ def find_run(
     about: dict[str, Any],
     same_number: bool,
     number: int = 0,
+    roles: Roles = Roles((), ()),  # noqa: B008 - frozen
 ) -> LoopRun:
     """The newest checkpoint under `resume`, if there is one, and whose checkpoints the loop writes; collective.
 
     Args:
         same_number: whether only as many workers can go on from it.
         number: which of the program's models asks; the first one names the run.
+        roles: where there are servers.
 
     Raises:
         AgreedError: none verifies, or it is of another run.
     """
     directory = runtime.broadcast(None if resume is None else str(Path(resume).resolve()))
-    found = find(runtime, Path(directory)) if directory is not None else None
+    readers = readers_of(roles, range(runtime.size))
+    found = find(runtime, Path(directory), readers) if directory is not None else None
     if found is not None and number:
         found = cast(Checkpoint, FoundModel(found, number))
     new = Identity(*runtime.broadcast(identify(found, new_run_id(), new_attempt_id())))
@@ -241,11 +245,11 @@ def find_run(
     return LoopRun(new, found, Path(directory) if directory is not None else None)
 
 
-def loop_state(resume: Checkpoint | None, part: str, first: str) -> Resumed | None:
-    """What the loop had handed in on this worker; on a worker that was not there before, the first worker's."""
+def loop_state(resume: Checkpoint | None, saved: dict[str, Any] | None) -> Resumed | None:
+    """What the loop had handed in on this worker, which goes on from `saved`; on a worker that was not there before,
+    that is the first worker's."""
     if resume is None:
         return None
-    saved = resume.part(part if part in resume.parts else first)
     return Resumed(resume.checkpoint_at, saved["loop"] if saved else None)
 
 

@@ -19,8 +19,10 @@ from mpitrain.model.wire.codec_registry import check_optimizer
 from mpitrain.mpi.runtime import Runtime
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.part_names import own_part
+from mpitrain.training.agree import attempt
 from mpitrain.training.measure import share_module
 from mpitrain.training.replica_guard import ReplicaGuard
+from mpitrain.training.share_tree import share_tree
 from mpitrain.wrapping.checkpoints import (
     Resumed,
     Saver,
@@ -55,8 +57,12 @@ def join_ddp(
     run = find_run(runtime, resume, about, same_number=False, number=number)
     found = run.found
     rates = Rates(optimizer)
-    first = found.part("shard-0") if found else None
-    if first is not None:
+    part = own_part(runtime.rank)
+    mine: Any = None
+    first: Any = None
+    if found is not None:
+        mine = attempt(runtime, lambda: found.part(part) if part in found.parts else None)
+        first = share_tree(runtime, mine)
         model.load_state_dict(first["module"])
         rates.restore(first["optimizer"])
     share_module(runtime, model)
@@ -68,14 +74,13 @@ def join_ddp(
     in_place = InPlaceGuard([*model.named_parameters()], "")
     guard = ReplicaGuard(runtime, strategy, lambda: held_alike(model), changed=lambda: in_place.changed)
     _watch_steps(runtime, model, optimizer, guard, exchange, in_place)
-    part = own_part(runtime.rank)
-    if found is not None:
-        if part in found.parts:
-            for buffer, saved in zip(model.buffers(), found.part(part)["buffers"], strict=True):
-                buffer.copy_(saved)
-        if hook is not None and first is not None:
-            mine = [found.part(name) for name in found.parts[runtime.rank :: runtime.size]]
-            hook.restore_shares(first["codec"], [saved["codec"] for saved in mine], len(found.parts))
+    if mine is not None:
+        for buffer, saved in zip(model.buffers(), mine["buffers"], strict=True):
+            buffer.copy_(saved)
+    if found is not None and hook is not None:
+        names = found.parts[runtime.rank :: runtime.size]
+        held = [mine if name == part else found.part(name) for name in names]
+        hook.restore_shares(first["codec"], [saved["codec"] for saved in held], len(found.parts))
 
     def take() -> dict[str, Any]:
         held = {"buffers": list(model.buffers()), "codec": hook.state() if hook else None}
@@ -84,7 +89,7 @@ def join_ddp(
         return held | {"module": model.state_dict(), "optimizer": rates.state()}
 
     saver = lockstep_saver(run, about, runtime.rank, runtime.size, take)
-    return saver, loop_state(found, part, "shard-0")
+    return saver, loop_state(found, mine or first)
 
 
 def _watch_steps(

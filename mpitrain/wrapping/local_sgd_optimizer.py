@@ -166,4 +166,4 @@ def join_local_sgd(
         return local_sgd.own_state() | {"optimizer": rates.state()}
 
     saver = lockstep_saver(run, about, runtime.rank, runtime.size, take)
-    return local_sgd, saver, loop_state(found, part, part)
+    return local_sgd, saver, loop_state(found, saved)

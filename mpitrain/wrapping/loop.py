@@ -304,7 +304,7 @@ def _join(
     local = attempt(runtime, lambda: builder.local(optimizer))
     runtime.compare(attempt(runtime, lambda: _start_of(strategy, flat, optimizer)))
     about = about_loop(strategy, model, len(roles.workers)) | {"servers": len(roles.servers)}
-    run = find_run(runtime, resume, about, same_number=False)
+    run = find_run(runtime, resume, about, same_number=False, roles=roles)
     found = run.found
     if text := attempt(runtime, lambda: why_at_the_centre(found, strategy, runtime.rank)):
         tell(f"mpitrain: own parameters: {text}")
@@ -326,7 +326,9 @@ def _join(
     index = roles.workers.index(runtime.rank)
     replica = builder.replica(runtime.rank, optimizer, local)
     worker = builder.worker(runtime.rank, replica, NullReport())
-    attempt(runtime, lambda: restore_worker(found, worker, replica, index, len(roles.workers), strategy))
+    mine = attempt(
+        runtime, lambda: restore_worker(found, worker, replica, index, len(roles.workers), strategy)
+    )
     wrapped = ServerOptimizer(runtime, optimizer, strategy, replica, worker, world)
     wrapped.start()
 
@@ -334,7 +336,7 @@ def _join(
         return wrapped.save(SaveRequest(step, json.dumps({"run_dir": str(run_dir), "keep": keep})))
 
     saver = Saver(run, about, f"worker-{index}", [], take)
-    return wrapped, saver, loop_state(found, saver.part, "worker-0")
+    return wrapped, saver, loop_state(found, mine)
 
 
 def _start_of(strategy: ServerStrategy, flat: FlatModel, optimizer: Optimizer) -> dict[str, Any]:

@@ -111,8 +111,8 @@ def join_peers(
     builder = PeerBuilder(strategy, runtime.size)
     replica = attempt(runtime, lambda: _replica(builder, runtime.rank, model, optimizer))
     peer = builder.peer(runtime.rank, replica, NullReport())
-    if found is not None:
-        saved = found.part(part)
+    saved = found.part(part) if found else None
+    if saved is not None:
         peer.restore(saved["role"])
         replica.restore(saved["replica"])
 
@@ -137,7 +137,7 @@ def join_peers(
     saver = lockstep_saver(run, about, runtime.rank, runtime.size, take)
     wrapped = PeerOptimizer(optimizer, str(strategy), replica, peer.run(), world)
     wrapped.start()
-    return wrapped, saver, loop_state(found, part, part)
+    return wrapped, saver, loop_state(found, saved)
 
 
 def _replica(builder: PeerBuilder, rank: int, model: nn.Module, optimizer: Optimizer) -> PeerReplica:

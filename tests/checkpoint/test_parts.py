@@ -153,6 +153,23 @@ def test_what_cannot_be_held_is_named():
         split(endless)
 
 
+def high_water_bytes():
+    """The most memory that this process has held since it last asked."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    Path("/proc/self/clear_refs").write_text("5")
+    return 1024 * found
+
+
+def test_a_part_is_read_into_its_tensors_and_nowhere_else(tmp_path):
+    size = 2**26
+    write_part(tmp_path, "shard-0", {"x": [torch.ones(size // 8), torch.ones(size // 8)]}, OURS)
+    high_water_bytes()
+    before = high_water_bytes()
+    tensors = read_part(tmp_path, "shard-0")["x"]
+    assert size <= high_water_bytes() - before <= 1.25 * size and all(bool(one.all()) for one in tensors)
+
+
 def checkpoint(run_dir, mark, value=0.0, shards=2, identity=OURS):
     for shard in reversed(range(shards)):
         needs = [f"shard-{i}" for i in range(shards)] if shard == 0 else []

@@ -91,6 +91,17 @@ def test_a_resumed_synchronous_run_is_the_uninterrupted_one_bit_for_bit(runs, na
     assert_same_bits(runs, name)
 
 
+@pytest.mark.parametrize("name", sampled(EXACT | ASYNC | PEERS, SAMPLE))
+def test_all_ranks_together_read_a_checkpoint_once(runs, name):
+    """Those that go on with a part read it while they verify it; what all go on with they are sent. Workers that have
+    written nothing take the buffers of the first one."""
+    resumed = runs / f"{name}-resumed"
+    first = min((resumed / FOLDER).glob("0*"))
+    size = sum(file.stat().st_size for file in first.rglob("*.safetensors"))
+    assert size <= sum(int(file.read_text()) for file in resumed.glob("read-*")) <= 1.02 * size
+    assert not any(int(file.read_text()) for file in (runs / name).glob("read-*"))
+
+
 @pytest.mark.parametrize("of_mpich", sampled(EXACT, ()))  # the checkpoints know nothing of MPI
 def test_under_mpich_it_is_too(mpich_runs, of_mpich):
     assert_same_bits(mpich_runs, of_mpich)

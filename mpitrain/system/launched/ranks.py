@@ -180,8 +180,8 @@ class Ranks:
         """Of each number below 2**64 the largest that a rank has brought, on every rank. `what`: this call, by name."""
         raise NotImplementedError
 
-    def broadcast_tensors(self, tensors: Sequence[Any]) -> None:
-        """All ranks take over rank 0's values of these tensors."""
+    def broadcast_tensors(self, tensors: Sequence[Any], root: int = 0) -> None:
+        """All ranks take over the values that `root` has of these tensors."""
         raise NotImplementedError
 
     def agree(self, error: Exception | None) -> None:

@@ -83,12 +83,13 @@ def restore(resume: Checkpoint | None, peer: Peer, replica: PeerReplica) -> dict
 
 
 def _of_others(resume: Checkpoint, peer: Peer, number: int, mine: dict[str, Any]) -> dict[str, Any]:
-    states = [read_own_part(resume, own_part(rank))["replica"] for rank in range(number)]
-    mean = torch.zeros_like(states[0]["parameters"])
-    for state in states:
-        mean.add_(state["parameters"])
-    first = states[0]["encoder"]
-    kept = [] if peer.strategy.mixes else [state["encoder"] for state in states[peer.rank :: peer.number]]
+    mean, encoders = torch.zeros_like(mine["replica"]["parameters"]), []
+    for rank in range(number):
+        part = mine if rank == peer.rank % number else read_own_part(resume, own_part(rank))
+        mean.add_(part["replica"]["parameters"])
+        encoders.append(part["replica"]["encoder"])
+    first = encoders[0]
+    kept = [] if peer.strategy.mixes else encoders[peer.rank :: peer.number]
     mean.div_(number)
     return {
         "parameters": mean,

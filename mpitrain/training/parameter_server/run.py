@@ -6,9 +6,10 @@ Invariants: this file only composes. Every rank derives all roles, shards and si
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -361,36 +362,42 @@ def _restore_ticks(session: Session, replica: Replica, worker: Worker) -> None:
 def restore_worker(
     resume: Checkpoint | None, worker: Worker, replica: Replica, index: int, num_workers: int,
     strategy: ServerStrategy,
-) -> None:  # fmt: skip
-    """What worker number `index` goes on from."""
+) -> dict[str, Any] | None:  # fmt: skip
+    """What worker number `index` goes on from; returns its part, or, where it was not there before, the first one."""
     if resume is None:
-        return
-    mine = read_own_part(resume, f"worker-{index}")
+        return None
+    read = functools.lru_cache(maxsize=2)(functools.partial(read_own_part, resume))
+    mine = read(f"worker-{index}")
     if mine is not None:
         worker.restore(mine["role"])
         replica.restore(mine["replica"])
-    elif (first := read_own_part(resume, "worker-0")) is not None:  # a worker that was not there before
+    elif (first := read("worker-0")) is not None:  # a worker that was not there before
         replica.restore_buffers(first["replica"])
         if replica.server_steps is not None:
             replica.server_steps.restore(first["replica"].get("remote"))
     if isinstance(replica, HybridReplica):  # all workers held the same
-        replica.restore_reduced(read_own_part(resume, "worker-0")["replica"])
+        replica.restore_reduced(read("worker-0")["replica"])
     if replica.coder is not None and same_codec(resume.about, strategy, "push_wire"):
-        replica.coder.restore(*_kept_by_workers(resume, index, num_workers))
+        written = sorted(int(name.split("-")[1]) for name in resume.parts if name.startswith("worker-"))
+        replica.coder.restore(*_kept_by_workers(read, written, index, num_workers))
+    went_on_from: dict[str, Any] | None = mine if mine is not None else read("worker-0")
+    return went_on_from
 
 
 def _kept_by_workers(
-    resume: Checkpoint, index: int, num_workers: int
+    read: Callable[[str], Any], written: Sequence[int], index: int, num_workers: int
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """The residuals of the workers' codecs: those that fall to this worker (of the workers that wrote, the index-th,
-    the one `num_workers` after it, and so on), and the first worker's state, which holds what all share."""
-    written = sorted(int(name.split("-")[1]) for name in resume.parts if name.startswith("worker-"))
+    the one `num_workers` after it, and so on), and the state of one that holds what all share: this worker's own while
+    their number is the same, or the first one's."""
 
     def kept(worker: int) -> Any:
-        part = read_own_part(resume, f"worker-{worker}")
+        part = read(f"worker-{worker}")
         return part["replica"].get("coder") if part else None
 
     mine = [state for worker in written if worker % num_workers == index and (state := kept(worker))]
+    if mine and len(written) == num_workers:
+        return mine, mine[0]
     return mine, kept(written[0]) if written else None
 
 

@@ -30,6 +30,7 @@ from mpitrain.training.resuming.resume import (
     restoring,
 )
 from mpitrain.training.session import Session, attempt
+from mpitrain.training.share_tree import share_tree
 from mpitrain.training.synchronous.collectives import GroupCollectives
 from mpitrain.training.watchdog.emergency import Emergency, Guard, KeptBuffers, Taken, refuse_devices
 
@@ -70,11 +71,9 @@ class StepCheckpoints:
         self._writes = replica == 0 and (self.rank == 0 or own is not None)
         self._parts = tuple(own_part(other) for other in range(num_places if own else 1))
 
-        def saved() -> dict[str, Any]:
-            shared = {"state": copied(state())} if self.rank == 0 else {}
-            return shared | ({"own": copied(own())} if own else {})
-
-        self.writer: CheckpointWriter = make_checkpoint_writer(session, own_part(place), about, saved)
+        self.writer: CheckpointWriter = make_checkpoint_writer(
+            session, own_part(place), about, lambda: copied(self._tree())
+        )
         asked_for = session.overrides.watchdog_s > 0 or session.runtime.survives_shrink
         self.guard, self.buffers = Guard(), KeptBuffers(module, asked_for)
         self._state, self._own = state, own
@@ -90,6 +89,7 @@ class StepCheckpoints:
         else:
             emergency = Emergency(self.writer, self.guard, self._take, lambda: list(self._parts))
             session.in_emergency(emergency if self._writes else None)
+        self._own_of_first: Any = None  # between `restored` and `restored_own`
         self.ended = False
         self.wants_validation: Callable[[], bool] = _never  # the first rank, by its clock
         self.before_writing: Callable[[], object] = _never  # on all ranks
@@ -101,33 +101,49 @@ class StepCheckpoints:
         self._asked_s = time.monotonic()
 
     def restored(self, session: Session) -> Any:
-        """The saved tree on every rank, or None for a run from the beginning."""
-        return _restored(session, "shard-0", "state")
+        """The saved tree on every rank, which rank 0 alone reads, or None for a run from the beginning."""
+        if session.resume is None:
+            return None
+
+        def read() -> Any:
+            part = read_own_part(session.resume, own_part(0))
+            return {"state": part["state"], "own": part.get("own")}
+
+        of_first = restoring(session.resume)(read) if self.rank == 0 else lambda: None
+        part = share_tree(session.runtime, attempt(session.runtime, of_first))
+        self._own_of_first = part["own"]
+        return part["state"]
 
     def restored_part(self, session: Session, part: int) -> Any:
         """What the rank that held this part of a split model wrote, or None for a run from the beginning."""
-        return _restored(session, own_part(part), "own")
+
+        def read() -> Any:
+            found = read_own_part(session.resume, own_part(part))
+            return found["own"] if found else None
+
+        return attempt(session.runtime, restoring(session.resume)(read))
 
     def restored_own(self, session: Session) -> tuple[Any, list[Any], int]:
-        """(what rank 0 wrote as its own or None, what falls to this rank, how many ranks wrote): of what ranks wrote,
-        rank r takes r, r + size, ...; the same state on every rank while their number is the same."""
+        """After `restored`: (what rank 0 wrote as its own or None, what falls to this rank, how many ranks wrote): of
+        what ranks wrote, rank r takes r, r + size, ...; the same state on every rank while their number is the same."""
         resume: Checkpoint | None = session.resume
         named = (
             [int(name.split("-")[1]) for name in resume.parts if name.startswith("own-")] if resume else []
         )
-        mine = [rank for rank in (0, *sorted(named)) if rank % session.runtime.size == self.rank]
-
-        def read() -> list[Any]:
-            parts = [read_own_part(resume, own_part(rank)) or {} for rank in (0, *mine)]
-            return [part.get("own") for part in parts]
-
-        first, *own = attempt(session.runtime, read)
+        first, self._own_of_first = self._own_of_first, None
+        mine = [rank for rank in sorted(named) if rank % session.runtime.size == self.rank]
+        parts = attempt(session.runtime, lambda: [read_own_part(resume, own_part(rank)) for rank in mine])
+        own = [first if self.rank == 0 else None, *(part.get("own") for part in parts)]
         return first, [state for state in own if state is not None], 1 + len(named)
+
+    def _tree(self) -> dict[str, Any]:
+        """What this rank writes, as it is now."""
+        shared = {"state": self._state()} if self.rank == 0 else {}
+        return shared | ({"own": self._own()} if self._own else {})
 
     def _take(self) -> Taken:
         """For the watchdog: the state after the last step that is whole."""
-        tree = {"state": self._state()} if self.rank == 0 else {}
-        tree |= {"own": self._own()} if self._own else {}
+        tree = self._tree()
         refuse_devices(tree)
         for part in tree.values():
             self.buffers.put_into(part.get("module", {}))
@@ -140,7 +156,7 @@ class StepCheckpoints:
             UsageError: names it.
         """
         if self._writes:
-            self.writer.try_out(dict)
+            self.writer.try_out(dict, self._tree)
 
     def go_on_from(self, samples: int) -> None:
         """The run goes on at `samples`, not from a checkpoint."""
@@ -195,14 +211,6 @@ class StepCheckpoints:
         self._asked_s = time.monotonic()
         self._cadence.ask_at = step - int(wishes[3])
         return bool(wishes[0]), bool(wishes[1]), bool(wishes[2])
-
-
-def _restored(session: Session, name: str, key: str) -> Any:
-    def read() -> Any:
-        part = read_own_part(session.resume, name)
-        return part[key] if part else None
-
-    return attempt(session.runtime, restoring(session.resume)(read))
 
 
 def _never() -> bool:

@@ -18,19 +18,16 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-
-from mpitrain.checkpoint.state_tree import join, split
 from mpitrain.errors import AgreedError
 from mpitrain.mpi.faults.agreement import CONTINUE, NO_FAILURE, agree
 from mpitrain.mpi.faults.errors import CALLED_OFF, CalledOffError, is_lost_peer
 from mpitrain.mpi.faults.shrink import process_failed, shrink
-from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 from mpitrain.mpi.process_group.process_group import init_default_group, leave_default_group
 from mpitrain.mpi.runtime import Runtime
 from mpitrain.reporting.report import NullReport
 from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.session import Session
+from mpitrain.training.share_tree import share_tree
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.recovery_state import RecoveryState
 
@@ -148,20 +145,3 @@ def agree_on_state(runtime: Runtime, mine: RecoveryState) -> RecoveryState:
     if mine.step == newest:
         return mine._replace(failure=failure, own=mine.own_before)
     return mine._replace(step=newest, failure=failure, state=tree["state"], own_before=tree["own"])
-
-
-def share_tree(runtime: Runtime, tree: object, root: int) -> Any:
-    """Collective: the state tree of `root` on every rank, tensors in host memory."""
-    tensors: dict[str, torch.Tensor] = {}
-    description = None
-    if runtime.rank == root:
-        structure, tensors = split(tree)
-        shapes = {name: [str(one.dtype).split(".")[1], list(one.shape)] for name, one in tensors.items()}
-        description = [structure, shapes]
-    structure, shapes = runtime.broadcast(description, root)
-    if runtime.rank != root:
-        tensors = {
-            name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in shapes.items()
-        }
-    broadcast_tensors(runtime, tensors.values(), root)
-    return join(structure, tensors)
