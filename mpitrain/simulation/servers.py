@@ -43,7 +43,7 @@ from mpitrain.training.parameter_server.builder import RoleBuilder
 from mpitrain.training.routes import choose_routes
 from mpitrain.training.served_tables import save_tables
 from mpitrain.training.validate import validate_simulation
-from mpitrain.training.validations.averaged_model import join
+from mpitrain.training.validations.averaged_model import AverageFile
 from mpitrain.training.validations.judge import NOBODY_LEFT
 from mpitrain.training.validations.measured_tables import measured_by_workers
 from mpitrain.training.validations.validation import Measure
@@ -192,7 +192,7 @@ class _Simulation(VirtualRun):
                 save_tables(self.run_dir, shard, len(stores), job.seed, module, one.tables)
         averages = [one.updates.ema.values()[0] for one in stores if one.updates.ema is not None]
         if averages and servers[0].delivered:
-            join(self.run_dir, model.module, model.layout, averages)
+            AverageFile(self.run_dir, "virtual", model.module, model.layout).write(averages)
         if model.lookups is not None:  # a job may have brought the module itself
             model.lookups.remove()
         result = self._result(returned, servers[0].delivered)

@@ -8,6 +8,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.model.optimizers.ema import Ema
+from mpitrain.model.wire.flat import make_layout
+from mpitrain.system.files.atomic import write_all
+from mpitrain.training.measure import save_model
+from mpitrain.training.validations import averaged_model
 from mpitrain.values import parse
 from tests import toy
 
@@ -70,6 +74,29 @@ def test_swapped_back_no_bit_differs_and_a_state_goes_on():
     other = Ema(0.5, lambda: held)
     other.restore(ema.state())
     assert torch.equal(other.values()[0], ema.values()[0])
+
+
+def test_servers_write_it_once_and_leave_nothing_beside_it(tmp_path, monkeypatch):
+    written = []
+
+    def counted(file, data):
+        written.append(len(data))
+        write_all(file, data)
+
+    monkeypatch.setattr(averaged_model, "write_all", counted)
+    trained(tmp_path, toy.make_job(ema=DECAY, model=toy.normed), "sync(servers=3)", 2)
+    assert sum(written) == (tmp_path / "model-ema.safetensors").stat().st_size
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_without_the_elements_of_a_server_there_is_none(tmp_path):
+    module = toy.smooth()
+    layout = make_layout(module, torch.optim.SGD(module.parameters(), lr=0.1), 2)
+    file = averaged_model.AverageFile(tmp_path, "start", module, layout)
+    save_model(module, tmp_path / "model.safetensors", {})
+    file.write_part(1, torch.zeros(layout.size(1)))
+    file.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_tied_weights_are_averaged_under_both_names(tmp_path):

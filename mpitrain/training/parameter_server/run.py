@@ -22,7 +22,7 @@ from mpitrain.effects import Role
 from mpitrain.embedding.tables import tables_of
 from mpitrain.errors import EvictedError, LostRankError, UsageError
 from mpitrain.messages import Kind
-from mpitrain.model import LocalSteps, Replica, check_optimizer, flat_model, reshard
+from mpitrain.model import FlatModel, LocalSteps, Replica, check_optimizer, flat_model, reshard
 from mpitrain.model.gradient.trained_buffers import trained_buffers
 from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.optimizers.step_hooks import StepHooks
@@ -67,7 +67,7 @@ from mpitrain.training.schedule import go_on, goes_by_figures, report_end_of
 from mpitrain.training.served_tables import save_tables
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.trained.deliver import save_final
-from mpitrain.training.validations.averaged_model import join_parts, save_part
+from mpitrain.training.validations.averaged_model import AverageFile
 from mpitrain.training.validations.measured_tables import measured_by_workers
 from mpitrain.training.validations.validation import make_measure
 
@@ -115,7 +115,7 @@ def run_servers(session: Session) -> RunOutcome:
     rule, rates = builder.recipe.update, Rates(optimizer)
     informs = attempt(runtime, lambda: goes_by_figures(session.job, rule, rates, strategy))
     if session.job.ema is not None:
-        session.before_result = lambda: join_parts(session.run_dir, module, layout)
+        session.before_result = average_file(session, model).finish
     try:
         if session.role == "server":
             return _serve(session, builder, optimizer, about_this_run)
@@ -167,6 +167,11 @@ def server_strategy(session: Session) -> ServerStrategy:
     return session.strategy
 
 
+def average_file(session: Session, model: FlatModel) -> AverageFile:
+    """Where the servers leave the moving average of the weights."""
+    return AverageFile(session.run_dir, session.identity.attempt, model.module, model.layout)
+
+
 def _serve(
     session: Session, builder: RoleBuilder, optimizer: Optimizer, about_this_run: dict[str, Any]
 ) -> RunOutcome:
@@ -209,7 +214,7 @@ def _serve(
     if isinstance(store, TabledStore):
         save_tables(session.run_dir, shard, len(roles.servers), session.job.seed, model.module, store.tables)
     if store.updates.ema is not None:
-        save_part(session.run_dir, shard, store.updates.ema.values())
+        average_file(session, model).write_part(shard, store.updates.ema.values()[0])
     writer.wait()
     counts["checkpoints"] = writer.summary()
     counts |= store.statistics()
