@@ -1,9 +1,10 @@
 """This rank's part of every checkpoint: when it is due, and its writing in the background.
 
 Invariants: the role hands over a state of its own (tensors copied), one writer thread brings it to disk, and at
-most one is under way: a second waits for it. A write that fails, in whatever way, warns, is counted and leaves the
-checkpoints before it alone; only the third in a row ends the run. What no checkpoint can hold is refused before the
-first step, and once more after the first update, when optimizers have a state.
+most one is under way: a second waits for it. Until somebody waits, the writer leaves most of its core to the training.
+A write that fails, in whatever way, warns, is counted and leaves the checkpoints before it alone; only the third in a
+row ends the run. What no checkpoint can hold is refused before the first step, and once more after the first update,
+when optimizers have a state.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from mpitrain.system.files.run_directory import MAX_RECORD_BYTES, Identity
 from mpitrain.system.launched import time_limit
 
 MAX_FAILURES = 3
+RESTS = 3  # times as long as it has computed, so that of its core it takes a fourth
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._num_tried = 0
         self._pruner = Pruner(plan.run_dir) if plan.part == FIRST else None
+        self._hurry = threading.Event()
 
     @property
     def writers(self) -> tuple[int, ...]:
@@ -145,18 +148,19 @@ class CheckpointWriter:
         """
         under_way = self._thread
         if under_way is not None:
+            self._hurry.set()
             under_way.join()
         plan, folder = self.plan, folder_of(self.plan.run_dir, checkpoint_at)
         write_part(folder, plan.part, state, plan.identity, parts, plan.about)
 
     def _write(self, checkpoint_at: int, state: dict[str, Any], parts: tuple[str, ...]) -> None:
-        began_s = time.monotonic()
+        began_s, rests = time.monotonic(), Rests(self._hurry)
         number, folder = self._num_begun, folder_of(self.plan.run_dir, checkpoint_at)
         self._num_begun += 1
         full = ("disk_full", number) in self.plan.faults
         try:
             self.num_bytes += write_part(
-                folder, self.plan.part, state, self.plan.identity, parts, self.plan.about, full
+                folder, self.plan.part, state, self.plan.identity, parts, self.plan.about, full, rests.take
             )
             if ("corrupt_file", number) in self.plan.faults:
                 corrupt_part(folder, self.plan.part)
@@ -170,7 +174,7 @@ class CheckpointWriter:
             self.num_failed, self._failures = self.num_failed + 1, self._failures + 1
             self.unwritten = _reason(folder / self.plan.part, error)
             self.plan.warn(self.unwritten)
-        took_s = time.monotonic() - began_s
+        took_s = time.monotonic() - began_s - rests.total_s
         self.write_s += took_s
         self._cost_s = took_s
         time_limit.checkpoint_took(took_s)
@@ -182,8 +186,10 @@ class CheckpointWriter:
             CheckpointError: the last three writes failed.
         """
         if self._thread is not None:
+            self._hurry.set()
             self._thread.join()
             self._thread = None
+            self._hurry.clear()
         if self._failures >= MAX_FAILURES:
             raise CheckpointError(
                 f"{self._failures} checkpoints in a row could not be written to {self.plan.run_dir} "
@@ -200,6 +206,21 @@ class CheckpointWriter:
             "write_s": self.write_s,
             "wait_s": self.wait_s,
         }
+
+
+class Rests:
+    """The rests of the thread that makes this. `hurry`: while it is set, there are none."""
+
+    def __init__(self, hurry: threading.Event):
+        self._hurry, self.total_s = hurry, 0.0
+        self._rested_s = time.thread_time()
+
+    def take(self) -> None:
+        """Rest in proportion to the work since the last time."""
+        began_s = time.monotonic()
+        self._hurry.wait(RESTS * (time.thread_time() - self._rested_s))
+        self.total_s += time.monotonic() - began_s
+        self._rested_s = time.thread_time()
 
 
 def _reason(part: Path, error: Exception) -> str:

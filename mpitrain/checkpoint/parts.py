@@ -19,7 +19,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,9 +141,10 @@ def write_part(
     parts: Sequence[str] = (),
     about: object = None,
     disk_full: bool = False,
+    between: Callable[[], object] | None = None,
 ) -> int:
     """Write one part; returns its bytes. `parts`, `about`: all of the checkpoint's, and what the run is (its first part
-    knows). `disk_full`: fail half-way, as ordered by `--inject`.
+    knows). `disk_full`: fail half-way, as ordered by `--inject`. `between`: is called between pieces of some megabytes.
 
     Raises:
         CheckpointError: the disk is full or not writable; nothing half-written stays.
@@ -176,7 +177,7 @@ def write_part(
         run_dir, place = folder.parent.parent, place_of(folder, name)
         make_private(run_dir, *place.relative_to(run_dir).parts)
         with all_durably_replaced(place / f"{name}.safetensors", place / f"{name}.json") as temporaries:
-            payload.write(temporaries[0], num_bytes // 2 if disk_full else None)
+            payload.write(temporaries[0], num_bytes // 2 if disk_full else None, between)
             record["sha256"] = payload.digest.hexdigest()
             temporaries[1].write_bytes(_text(record))
     except OSError as error:

@@ -12,7 +12,7 @@ import errno
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,9 @@ class Payload:
         self.num_bytes = len(self._head) + sum(one.num_bytes for one in described.values())
         self.digest = hashlib.sha256()
 
-    def write(self, path: Path, room: int | None = None) -> None:
+    def write(self, path: Path, room: int | None = None, between: Callable[[], object] | None = None) -> None:
         """Write the file; the disk takes each piece while the next ones are digested. `room`: bytes after which the
-        disk is full.
+        disk is full; `between`: is called after each piece.
 
         Raises:
             OSError: the disk is full or not writable.
@@ -61,6 +61,8 @@ class Payload:
                 ):  # the call by which Linux begins to write what is in its cache
                     os.posix_fadvise(file.fileno(), at, len(piece), os.POSIX_FADV_DONTNEED)
                 at += len(piece)
+                if between is not None:
+                    between()
         if room is not None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

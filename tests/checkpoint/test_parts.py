@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpitrain.checkpoint import newest, read_part, write_part
+from mpitrain.checkpoint import background_writer, newest, read_part, write_part
 from mpitrain.checkpoint.background_writer import CheckpointWriter, PartPlan
 from mpitrain.checkpoint.parts import (
     OtherSchemaError,
@@ -423,6 +424,26 @@ def test_killed_at_any_instant_of_writing_a_complete_one_is_there(tmp_path):
         found = newest(run_dir)
         for name in found.parts:
             assert bool((read_part(found.folder, name)["x"] == float(found.checkpoint_at)).all())
+
+
+def test_the_writer_leaves_three_fourths_of_its_core_to_the_training(monkeypatch):
+    now_s, slept_s = iter([0.0, 2.0, 2.0, 3.0, 3.0]), []
+    monkeypatch.setattr(background_writer.time, "thread_time", lambda: next(now_s))
+    rests = background_writer.Rests(SimpleNamespace(wait=slept_s.append))
+    rests.take()
+    rests.take()
+    assert slept_s == [6.0, 3.0]
+
+
+def test_who_waits_for_a_write_ends_its_rests(tmp_path, monkeypatch):
+    monkeypatch.setattr(background_writer, "RESTS", 10**9)
+    writer = CheckpointWriter(
+        PartPlan(tmp_path, "shard-0", OURS, CheckpointPolicy(), more=lambda: {"x": torch.ones(2**22)})
+    )
+    for mark in (100, 200):  # the second one waits for the first
+        writer.save(mark, {}, ("shard-0",))
+    writer.wait()
+    assert writer.num_written == 2 and newest(tmp_path).checkpoint_at == 200
 
 
 def test_a_full_disk_leaves_the_one_before_and_says_so(tmp_path):
