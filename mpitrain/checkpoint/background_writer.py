@@ -24,6 +24,7 @@ from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
 from mpitrain.system import background
 from mpitrain.system.files.run_directory import MAX_RECORD_BYTES, Identity
 from mpitrain.system.launched import time_limit
+from mpitrain.system.looking import only_looking
 
 MAX_FAILURES = 3
 RESTS = 3  # times as long as it has computed, so that of its core it takes a fourth
@@ -101,11 +102,9 @@ class CheckpointWriter:
         busy = self._thread is not None and self._thread.is_alive()
         return not busy and time.monotonic() - self._last_s >= self.plan.policy.interval_s(self._cost_s)
 
-    def try_out(
-        self, role_state: Callable[[], dict[str, Any]], more: Callable[[], dict[str, Any]] | None = None
-    ) -> None:
+    def try_out(self, role_state: Callable[[], dict[str, Any]]) -> None:
         """Before the first step, and at the first call after an update: look whether a checkpoint can hold the state.
-        Nothing is written, and later calls do nothing. `more`: the plan's, where that can be had without a copy.
+        Nothing is written, and later calls do nothing.
 
         Raises:
             UsageError: it cannot; names the place.
@@ -116,7 +115,8 @@ class CheckpointWriter:
         from mpitrain.checkpoint.state_tree import structure_of
 
         try:
-            structure = structure_of({"role": role_state(), **(more or self.plan.more)()})
+            with only_looking():
+                structure = structure_of({"role": role_state(), **self.plan.more()})
             num_bytes = len(json.dumps([structure, self.plan.about]))
         except TypeError as error:
             raise UsageError(

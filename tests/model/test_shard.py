@@ -16,6 +16,7 @@ from mpitrain.model.optimizers.sliced_step import SlicedStep
 from mpitrain.model.shards.elastic_shard import ElasticStore
 from mpitrain.model.wire.buffers import BufferPool
 from mpitrain.model.wire.flat import all_finite, make_layout
+from mpitrain.system.looking import only_looking
 
 SHAPES = [(17, 13), (13,), (5, 3, 3, 3), (1,), (301,)]
 
@@ -260,3 +261,25 @@ def test_an_update_changes_the_stamp_of_what_is_sent_and_of_nothing_that_was(mak
         store.add(2, gradient, 1.0)
         store.apply()  # in place, for nobody holds it
     assert len(set(stamps)) == len(stamps)
+
+
+def test_a_state_is_a_copy_but_for_who_only_looks_at_it():
+    module = make_model()
+    prototype = OPTIMIZERS["Adam"](module)
+    flat = FlatModel(module, prototype, 1)
+    store = ShardStore(flat.layout, 0, flat.wire_buffers[0].body, prototype)
+    wire_buffer = store.wire_buffer()
+    wire_buffer.body.fill_(1.0)
+    store.add(0, wire_buffer, 1.0)
+    store.apply()
+    own = [store.live.body, *(each["exp_avg"] for each in store.optimizer.state.values())]
+
+    def places():
+        state = store.state()
+        kept = [state["parameters"], *(each["exp_avg"] for each in state["optimizer"]["state"].values())]
+        assert all(torch.equal(one, other) for one, other in zip(kept, own, strict=True))
+        return {one.data_ptr() for one in kept}
+
+    assert places().isdisjoint(one.data_ptr() for one in own)
+    with only_looking():
+        assert places() == {one.data_ptr() for one in own}

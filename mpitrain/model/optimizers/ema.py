@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mpitrain.model.copies import copied
 from mpitrain.model.wire.masters import wide
 
 Averaged = Callable[[], AbstractContextManager[Any]]  # for as long as it lasts a module holds its average
@@ -61,7 +62,8 @@ class Ema:
 
     def state(self) -> list[torch.Tensor]:
         """The averages, copied; empty before the first update."""
-        return [average.clone() for average in self._averages]
+        averages: list[torch.Tensor] = copied(self._averages)
+        return averages
 
     def restore(self, saved: Any) -> None:
         """Continue from what `state` returned; without anything it begins with the next update."""

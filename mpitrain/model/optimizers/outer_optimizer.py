@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mpitrain.model.copies import copied
 from mpitrain.model.pieces import Piece
 from mpitrain.strategies.local_sgd import DiLoCo, Outer, SlowMo
 
@@ -65,7 +66,7 @@ class OuterOptimizer:
 
     def state(self) -> dict[str, Any]:
         """Velocities (copies) and the rates they belong to."""
-        return {"velocity": [velocity.clone() for velocity in self.velocity], "rates": list(self.rates)}
+        return {"velocity": copied(self.velocity), "rates": list(self.rates)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned."""

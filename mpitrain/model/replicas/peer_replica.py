@@ -289,10 +289,10 @@ class PeerReplica:
         """Parameters, optimizer state, residual, buffers, and in gossip the copies of others; all copied."""
         optimizer = copied(self._rates.state())
         encoder = self.encoder.state() if self.encoder is not None else {}
-        copies = {str(source): copy.clone() for source, copy in self._copies.items()}
+        copies = {str(source): copied(copy) for source, copy in self._copies.items()}
         return {
-            "parameters": self.x.clone(), "optimizer": optimizer, "encoder": encoder, "copies": copies,
-            "common": (self.x if self._common is None else self._common).clone(),
+            "parameters": copied(self.x), "optimizer": optimizer, "encoder": encoder, "copies": copies,
+            "common": copied(self.x if self._common is None else self._common),
             "buffers": [buffer.detach().clone() for buffer in self._buffers],
             "ema": self.updates.ema.state() if self.updates.ema else [],
         }  # fmt: skip

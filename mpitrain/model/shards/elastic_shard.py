@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mpitrain.model.copies import copied
 from mpitrain.model.recipe import UpdateRule
 from mpitrain.model.wire.buffers import BufferPool, FixedBuffer, wire_dtype
 from mpitrain.model.wire.flat import Layout
@@ -119,7 +120,7 @@ class ElasticStore:
         """The centre; a copy."""
         assert not self._gathered, "state is taken between exchanges"
         ema = {"ema": self.updates.ema.state()} if self.updates.ema is not None else {}
-        return {"parameters": self.centre.body.clone(), **ema}
+        return {"parameters": copied(self.centre.body), **ema}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned; workers read anew."""

@@ -350,7 +350,7 @@ class ShardStore:
         if self.updates.ema is not None:
             replies["ema"] = self.updates.ema.state()
         return {
-            "parameters": self.live.body.clone(), "optimizer": optimizer, "correction": correction, **replies,
+            "parameters": copied(self.live.body), "optimizer": optimizer, "correction": correction, **replies,
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:

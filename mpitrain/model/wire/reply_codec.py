@@ -16,6 +16,7 @@ import torch
 
 from mpitrain.codecs import Encoder, Part, add_message
 from mpitrain.codecs.base import Codec
+from mpitrain.model.copies import copied
 from mpitrain.model.wire.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.wire.codec_registry import make_encoder
 from mpitrain.model.wire.flat import Layout
@@ -77,7 +78,7 @@ class ReplyCoder:
             saved["tensors"] = {
                 key: value for key, value in saved["tensors"].items() if key.startswith("basis/")
             }
-        copies = {str(worker): copy.clone() for worker, copy in self._copies.items()}
+        copies = {str(worker): copied(copy) for worker, copy in self._copies.items()}
         return {"copies": copies, "encoders": encoders}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.effects import drive
+from mpitrain.model.copies import copied
 from mpitrain.model.in_place import held_alike
 from mpitrain.model.optimizers.outer_optimizer import OuterOptimizer
 from mpitrain.model.pieces import PIECE_BYTES, cut
@@ -209,9 +210,8 @@ class Averager:
 
     def state(self) -> dict[str, Any]:
         """Counts, x0, velocities and what the wire has rounded off; copies."""
-        anchor = [tensor.clone() for tensor in self._anchor]
         return {
-            "memory": dict(self.memory), "anchor": anchor, "outer": self.outer.state(),
+            "memory": dict(self.memory), "anchor": copied(self._anchor), "outer": self.outer.state(),
             "means": self.means.state(),
         }  # fmt: skip
 

