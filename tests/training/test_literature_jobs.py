@@ -1,5 +1,6 @@
 """The jobs of the literature: what their generators make is right, and what their models may see is what they may."""
 
+import dataclasses
 import gzip
 import runpy
 
@@ -29,6 +30,42 @@ def test_each_trains_on_synthetic_samples_with_servers_too(tmp_path, name):
     )
     assert (result["status"], result["job"], result["synthetic"]) == ("ok", name, True)
     assert result["samples"] == 2 * 2 * 2 and job.target
+
+
+SMALL_GPT = [
+    f"model.{name}"
+    for name in ("layers=2", "width=16", "heads=2", "context=12", "vocabulary=256", "dropout=0.0")
+]
+
+
+def test_gpt_has_the_parameters_of_gpt2_and_predicts_from_no_later_token():
+    with torch.device("meta"):
+        full = load_job(str(JOBS / "gpt.py")).model()
+    padding = (50304 - 50257) * 768
+    assert sum(one.numel() for one in full.parameters()) == 124_439_808 + padding
+    torch.manual_seed(0)
+    model, tokens = load_job(str(JOBS / "gpt.py"), SMALL_GPT).model(), torch.randint(256, (1, 12))
+    before = model(tokens)
+    for place in (0, 5, 11):
+        differs = (model(tokens.index_fill(1, torch.tensor(place), 7)) != before).any(dim=2)[0]
+        assert not differs[:place].any() and differs[place:].all()
+
+
+@pytest.mark.parametrize(
+    "strategy", [mt.AllReduce(), mt.Sync(), mt.LocalSGD(2), mt.Pipeline(stages=2, microbatches=2)], ids=str
+)
+def test_gpt_trains_whole_and_split(tmp_path, strategy):
+    """It begins as a uniform guess, and a few steps are better than that."""
+    tied = f"model.tied={'false' if strategy.splits_model else 'true'}"
+    job = load_job(str(JOBS / "gpt.py"), [*SMALL_GPT, tied])
+    few = {"text": ((13,), "uint8", 20)}
+    job = dataclasses.replace(job, data=mt.Synthetic(128, **few), validate=mt.Synthetic(16, **few), epochs=1)
+    found = []
+    for steps in (1, 30):
+        folder = tmp_path / str(steps)
+        result = mt.simulate(job, strategy, workers=2, steps=steps, quiet=True, run_dir=folder)
+        found.append(result["metrics"]["validation_loss"])
+    assert found[0] == pytest.approx(np.log(256), rel=0.02) and found[1] < found[0] - 0.3
 
 
 def test_a_pixel_is_predicted_from_those_before_it_and_all_of_them_matter():
