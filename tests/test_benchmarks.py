@@ -19,6 +19,7 @@ from tests.sampling import sampled
 
 BENCHMARKS = {
     "guard_cost": (2, ["--rounds", "1", "--block", "1", "--model", "transformer"]),
+    "large": (2, ["--rounds", "1", "--width", "300"]),
     "loaded": (2, ["--rounds", "1", "--steps", "2", "--busy", "1"]),
     "packing": (2, ["--rounds", "1", "--megabytes", "1"]),
     "codec_cost": (1, ["--numbers", "50000", "--settle", "2", "--rounds", "2"]),
@@ -483,6 +484,17 @@ def check_loaded(out, rows):
     for figure in ("step", "cpu"):
         assert set(row[f"{figure}_ms"]) == {"mpitrain", "gloo"} and min(row[f"{figure}_ms"].values()) > 0
         assert len(row[f"{figure}_ratio_to_gloo"]) == 3
+
+
+def check_large(out, rows):
+    (row,) = rows
+    assert (
+        set(row["median_ms"])
+        == {"one process", "gloo", "allreduce", "localsgd", "bare"}
+        == set(row["faults"])
+    )
+    assert row["pages"] == "huge" and row["step_ratio"]["gloo"] == [1.0, 1.0, 1.0]  # as `launch` has it
+    assert row["averaging_ratio"][0] > 0 and "0.1 million parameters" in out
 
 
 def check_packing(out, rows):

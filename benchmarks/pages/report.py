@@ -223,6 +223,19 @@ def averaging() -> str:
     return table(head, *body) + "\n\n" + origin(*found.values())
 
 
+def large() -> str:
+    found = newest("large", "pages", "ranks")
+    head = ("196 MB of parameters, 2 ranks", "pages", "ms", "ratio (95 %)", "page faults")
+    body = []
+    for (pages, _), row in found.items():
+        ratios = {way: f"{spread(ratio)} of gloo" for way, ratio in row["step_ratio"].items()}
+        ratios["localsgd"] = f"{spread(row['averaging_ratio'])} of bare"
+        for way, milliseconds in row["median_ms"].items():
+            faults = f"{row['faults'][way]:,.0f}"
+            body.append((way, pages, f"{milliseconds:.1f}", ratios.get(way, ""), faults))
+    return table(head, *body) + "\n\n" + origin(*found.values())
+
+
 def splitting() -> str:
     row = one("splitting")
     head = ("way", "samples/s", "ratio to one process (95 %)", "idle by stage", "bubble")
@@ -617,6 +630,7 @@ PROGRAMS: dict[str, Callable[[], str]] = {
     "sparse": sparse,
     "tables": tables,
     "averaging": averaging,
+    "large": large,
     "splitting": splitting,
     "memory": memory,
     "memory_told": memory_told,
