@@ -10,6 +10,8 @@ from mpitrain.checkpoint import newest, write_part
 from mpitrain.checkpoint.parts import folder_of
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides
+from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.strategies.placement import Roles
 from mpitrain.system.files.run_directory import (
     Identity,
     adopt,
@@ -27,7 +29,7 @@ from tests import toy
 class OneRank:
     """Agreements of a single rank."""
 
-    rank, size = 0, 1
+    rank, size, nodes = 0, 1, (0,)
 
     def broadcast(self, value):
         return json.loads(json.dumps(value))
@@ -41,7 +43,8 @@ class OneRank:
 
 
 def opened(run_dir, resume=None):
-    run = open_run(OneRank(), toy.make_job(), Overrides(run_dir=str(run_dir), resume=resume))
+    overrides = Overrides(run_dir=str(run_dir), resume=resume)
+    run = open_run(OneRank(), toy.make_job(strategy=AllReduce()), overrides, Roles((), (0,)))
     run.lock.release()
     return run
 
