@@ -168,7 +168,9 @@ def test_a_part_is_read_into_its_tensors_and_nowhere_else(tmp_path):
     high_water_bytes()
     before = high_water_bytes()
     tensors = read_part(tmp_path, "shard-0")["x"]
-    assert 0.9 * size <= high_water_bytes() - before <= 1.25 * size and all(bool(one.all()) for one in tensors)
+    assert 0.9 * size <= high_water_bytes() - before <= 1.25 * size and all(
+        bool(one.all()) for one in tensors
+    )
 
 
 def checkpoint(run_dir, mark, value=0.0, shards=2, identity=OURS):
