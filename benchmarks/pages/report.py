@@ -225,14 +225,14 @@ def averaging() -> str:
 
 def large() -> str:
     found = newest("large", "pages", "ranks")
-    head = ("196 MB of parameters, 2 ranks", "pages", "ms", "ratio (95 %)", "page faults")
+    head = ("196 MB of parameters", "ranks", "pages", "ms", "ratio (95 %)", "page faults")
     body = []
-    for (pages, _), row in found.items():
+    for (pages, ranks), row in found.items():
         ratios = {way: f"{spread(ratio)} of gloo" for way, ratio in row["step_ratio"].items()}
         ratios["localsgd"] = f"{spread(row['averaging_ratio'])} of bare"
         for way, milliseconds in row["median_ms"].items():
             faults = f"{row['faults'][way]:,.0f}"
-            body.append((way, pages, f"{milliseconds:.1f}", ratios.get(way, ""), faults))
+            body.append((way, str(ranks), pages, f"{milliseconds:.1f}", ratios.get(way, ""), faults))
     return table(head, *body) + "\n\n" + origin(*found.values())
 
 

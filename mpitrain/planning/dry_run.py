@@ -33,7 +33,7 @@ from mpitrain.system.sizes import size_text
 from mpitrain.system.trace import file_name
 from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import build, build_module, build_optimizer
-from mpitrain.training.memory import Messages, describe_memory, libraries_bytes, memory_needs, sizes_of
+from mpitrain.training.memory import dense_messages, describe_memory, libraries_bytes, memory_needs, sizes_of
 from mpitrain.training.resuming.initial_weights import RandomNumbers, start_from
 from mpitrain.training.routes import choose_routes
 from mpitrain.training.validate import validate_run
@@ -262,17 +262,12 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any, catalog
 
 
 def _memory(job: Job, roles: Roles, module: nn.Module, optimizer: Any, before_bytes: float) -> list[str]:
-    strategy, push, reply = job.run_strategy, 0.0, 0.0
-    sizes = sizes_of(module, optimizer, strategy)
-    if isinstance(strategy, ServerStrategy):
-        if strategy.reduces:  # their tables are told already
-            return []
-        layout = make_layout(module, optimizer, len(roles.servers))
-        push, reply = message_sizes(strategy, module, layout.cuts[-1], layout.wire_dtype)
-    elif strategy.sends_messages:
-        push = float(sizes.trained)
-    messages = Messages(len(roles.workers), push, reply)
-    return describe_memory(memory_needs(strategy, sizes, messages), before_bytes)
+    strategy = job.run_strategy
+    if strategy.reduces:  # their tables are told already
+        return []
+    messages = dense_messages(strategy, module, len(roles.workers))
+    needs = memory_needs(strategy, sizes_of(module, optimizer, strategy), messages)
+    return describe_memory(needs, before_bytes)
 
 
 def _every(num_batches: int) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from mpitrain.system.control_groups import groups_around
 
 LARGE_BLOCK_BYTES = 2**20
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _TUNABLES, _HUGE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 _TORCH_HUGE = "THP_MEM_ALLOC_ENABLE"
 _M_MMAP_THRESHOLD = -3
@@ -106,6 +106,6 @@ def ask_torch_for_huge_pages() -> None:
 def huge_pages() -> str:
     """Who is given huge pages on this machine: "always", "madvise" (who asks) or "never"; empty: not known."""
     try:
-        return HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
+        return _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
     except OSError:
         return ""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from mpitrain.codecs.base import Codec
 from mpitrain.model.optimizers.optimizer import is_torchs_elementwise, rebuild, state_bytes
 from mpitrain.model.optimizers.step_hooks import without_global_hooks
+from mpitrain.model.wire.buffers import wire_dtype
 from mpitrain.model.wire.masters import SIXTEEN, keeps_masters
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy, Strategy
@@ -125,7 +126,7 @@ def tell_memory(session: Session, module: nn.Module, optimizer: Optimizer) -> No
     sizes = sizes_of(module, optimizer, strategy, may_step=False)
     if sizes.optimizer is None:
         return
-    needs = memory_needs(strategy, sizes, dense_messages(strategy, sizes, len(session.roles.workers)))
+    needs = memory_needs(strategy, sizes, dense_messages(strategy, module, len(session.roles.workers)))
     libraries = max(0, resident_bytes() - sizes.parameters)
     if runtime.rank == 0:
         told = {need.who: size_text(libraries + need.num_bytes) for need in needs}
@@ -142,10 +143,20 @@ def tell_memory(session: Session, module: nn.Module, optimizer: Optimizer) -> No
         )
 
 
-def dense_messages(strategy: Strategy, sizes: Sizes, num_workers: int) -> Messages:
-    """As if no codec made messages smaller: what a rank makes room for."""
-    size = float(sizes.trained) if strategy.sends_messages else 0.0
-    return Messages(num_workers, size, size)
+def dense_messages(strategy: Strategy, module: nn.Module, num_workers: int) -> Messages:
+    """In the strategy's wires, and as if no codec made messages smaller: what a rank makes room for."""
+    if not strategy.sends_messages:
+        return Messages(num_workers)
+    trained = [one for one in module.parameters() if one.requires_grad]
+    numbers, dtypes = sum(one.numel() for one in trained), {one.dtype for one in trained}
+    travels = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    wires = (
+        (strategy.push_numbers, strategy.reply_numbers)
+        if isinstance(strategy, ServerStrategy)
+        else ("full",) * 2
+    )
+    push, reply = (float(numbers * wire_dtype(wire, travels).itemsize) for wire in wires)
+    return Messages(num_workers, push, reply)
 
 
 def describe_memory(needs: Sequence[Need], libraries_bytes: float) -> list[str]:

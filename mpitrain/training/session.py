@@ -188,8 +188,8 @@ class Session:
         """
         outcome.traced_steps = trace.finish()
         outcome.account = self.account.counted() if self.account else {}
-        if self.runtime.num_threads is None:
-            outcome.detail["peak_bytes"] = peak_bytes()
+        if self.runtime.num_threads is None and (most := peak_bytes()):
+            outcome.detail["peak_bytes"] = most
         outcome.device = "" if self.role in ("server", "aggregator") else self.device.type
 
         # where ranks may be lost: messages from those that answer, no collective

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from mpitrain.model.pieces import Piece, cut
+
 SLICE_BYTES = 4 << 20
 
 
@@ -63,22 +65,20 @@ class SlicedStep:
         )
 
     def _step_slices(self, group: dict[str, Any], parameter: torch.Tensor) -> None:
-        gradient, values = parameter.grad, parameter.detach().view(-1)
+        gradient, values = parameter.grad, parameter.detach()
         assert gradient is not None, "or it is not large"
         states: Any = self._optimizer.state
         before = dict(states.pop(parameter, {}))  # which every slice begins with
         after = dict(before)
-        length = max(1, self.slice_bytes // parameter.itemsize)
         try:
-            for number, start in enumerate(range(0, parameter.numel(), length)):
-                part = slice(start, start + length)
-                one = self._slice(number, values[part], gradient.view(-1)[part])
+            for number, piece in enumerate(cut([parameter], self.slice_bytes)):
+                one = self._slice(number, *piece.of([values]), *piece.of([gradient]))
                 group["params"] = [one]
                 if before:
-                    states[one] = {key: _cut(value, parameter, part) for key, value in before.items()}
+                    states[one] = {key: _part(value, parameter, piece) for key, value in before.items()}
                 self._step()
                 for key, value in states.pop(one, {}).items():
-                    _put(after, key, value, parameter, one, part)
+                    _put(after, key, value, parameter, one, piece)
         finally:
             group["params"] = []
             for one in self._slices:
@@ -95,15 +95,15 @@ class SlicedStep:
         return one
 
 
-def _cut(value: Any, parameter: torch.Tensor, part: slice) -> Any:
+def _part(value: Any, parameter: torch.Tensor, piece: Piece) -> Any:
     """What a slice's state has of the whole tensor's: a view, or a number of its own."""
     if not isinstance(value, torch.Tensor):
         return value
-    return value.view(-1)[part] if value.shape == parameter.shape else value.clone()
+    return piece.of([value])[0] if value.shape == parameter.shape else value.clone()
 
 
 def _put(
-    after: dict[str, Any], key: str, value: Any, parameter: torch.Tensor, one: torch.Tensor, part: slice
+    after: dict[str, Any], key: str, value: Any, parameter: torch.Tensor, one: torch.Tensor, piece: Piece
 ) -> None:
     """Have the whole tensor's state hold what the slice's does."""
     if not isinstance(value, torch.Tensor) or value.shape != one.shape:
@@ -111,6 +111,6 @@ def _put(
         return
     if key not in after or not isinstance(after[key], torch.Tensor):
         after[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-    whole = after[key].view(-1)[part]
+    (whole,) = piece.of([after[key]])
     if whole.data_ptr() != value.data_ptr():
         whole.copy_(value)

@@ -108,7 +108,11 @@ class MeansInOneProcess:
         return [[mean.clone() for mean in means] for _ in asks]
 
     def means_of(
-        self, everybody: list[list[torch.Tensor]], full: bool = False, counted: bool = True, piece: int = 0
+        self,
+        everybody: list[list[torch.Tensor]],
+        full: bool = False,
+        counted: bool = True,
+        piece: int | None = None,
     ) -> list[torch.Tensor]:
         """The mean of each tensor, of which every rank has brought one; sums are taken in rank order."""
         means: list[torch.Tensor] = [torch.empty(0)] * len(everybody[0])

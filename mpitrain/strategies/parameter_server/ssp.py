@@ -10,6 +10,7 @@ worker that leaves takes its clock with it, and one that joins starts at the slo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Set
 from typing import Any, ClassVar
 
@@ -37,10 +38,10 @@ class StaleSync(ServerStrategy):
         self.hold("bound", self.bound >= 0, "must not be negative")
 
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
-        at = {"0": len(workers)} if workers else {}  # how many are at each clock
-        return {"clock": {str(worker): 0 for worker in workers}, "at": at, "slowest": 0}
+        return _with_counts({"clock": {str(worker): 0 for worker in workers}})
 
     def on_push(self, memory: dict[str, Any], arrival: Arrival) -> Verdict:
+        _with_counts(memory)
         clock, slowest = memory["clock"][str(arrival.worker)], memory["slowest"]
         memory["clock"][str(arrival.worker)] = clock + 1
         self._count(memory, clock + 1, 1)
@@ -51,10 +52,12 @@ class StaleSync(ServerStrategy):
         return Verdict(weight, weight > 0, self._within(memory, asked))
 
     def on_join(self, memory: dict[str, Any], worker: int, active: Set[int]) -> None:
+        _with_counts(memory)
         memory["clock"][str(worker)] = memory["slowest"]
         self._count(memory, memory["slowest"], 1)
 
     def on_leave(self, memory: dict[str, Any], worker: int, blocked: Set[int], active: Set[int]) -> Verdict:
+        _with_counts(memory)
         if (clock := memory["clock"].pop(str(worker), None)) is not None:
             self._count(memory, clock, -1)
         return Verdict(0.0, False, self._within(memory, blocked))
@@ -73,3 +76,12 @@ class StaleSync(ServerStrategy):
     def _within(self, memory: dict[str, Any], blocked: Set[int]) -> tuple[int, ...]:
         horizon = memory["slowest"] + self.bound
         return tuple(worker for worker in sorted(blocked) if memory["clock"][str(worker)] <= horizon)
+
+
+def _with_counts(memory: dict[str, Any]) -> dict[str, Any]:
+    """With how many are at each clock, and the slowest one, which a checkpoint from before they were kept has not."""
+    if "at" not in memory:
+        clocks = list(memory["clock"].values())
+        memory["at"] = {str(clock): count for clock, count in Counter(clocks).items()}
+        memory["slowest"] = min(clocks, default=0)
+    return memory

@@ -30,13 +30,13 @@ from mpitrain.training.validations.validation import Part
 class Ask(NamedTuple):
     """A question to all ranks, answered with the mean of everybody's `tensors` (unrounded where `full`), or, where
     there are `numbers`, with everybody's, one row a rank. `counted`: its bytes are those of an averaging; `piece`: of
-    the parameters, by number. `first`: not the mean, but the first rank's tensors. `part`: of a validation; answered,
-    on the first rank, with everybody's."""
+    the parameters, by number, where there are several. `first`: not the mean, but the first rank's tensors. `part`: of
+    a validation; answered, on the first rank, with everybody's."""
 
     tensors: list[torch.Tensor] = []
     full: bool = False
     counted: bool = True
-    piece: int = 0
+    piece: int | None = None
     numbers: tuple[int, ...] = ()
     first: bool = False
     part: Part | None = None
@@ -141,9 +141,12 @@ class Averager:
         rates = [float(self.optimizer.param_groups[index]["lr"]) for index in self._groups]
         self.outer.begin(self.parameters, rates)
         apart, size = 0.0, 0.0  # squares of distances and of means
-        for number, piece in enumerate(cut(self.parameters, self.piece_bytes)):
+        pieces = cut(self.parameters, self.piece_bytes)
+        for number, piece in enumerate(pieces):
             own, anchor = piece.of(self.parameters), piece.of(self._anchor) if self._anchor else []
-            means, differences = yield from self._mean_and_difference(number, own, anchor)
+            means, differences = yield from self._mean_and_difference(
+                number if len(pieces) > 1 else None, own, anchor
+            )
             size += _squares(means)
             apart += _squares(torch._foreach_sub(own, means))
             self.outer.move(piece, means, differences)
@@ -159,7 +162,7 @@ class Averager:
         self.num_averagings += 1
 
     def _mean_and_difference(
-        self, number: int, own: list[torch.Tensor], anchor: list[torch.Tensor]
+        self, number: int | None, own: list[torch.Tensor], anchor: list[torch.Tensor]
     ) -> Asking:
         """Of the piece of that number: xbar, and x0 - xbar where there is an outer step or a wire."""
         if self.strategy.wire == "full":

@@ -39,7 +39,7 @@ class Means:
 
     @torch.no_grad()
     def means_of(
-        self, tensors: list[torch.Tensor], full: bool = False, counted: bool = True, piece: int = 0
+        self, tensors: list[torch.Tensor], full: bool = False, counted: bool = True, piece: int | None = None
     ) -> list[torch.Tensor]:
         """The mean of each tensor; new tensors. All ranks pass the same shapes and dtypes. `full`: unrounded;
         `counted`: its bytes are added to `sent_bytes`; `piece`: which of the parameters' pieces they are, to each of
@@ -110,9 +110,10 @@ def _restored(state: dict[str, Any]) -> EightBitEncoder:
     return encoder
 
 
-def name_of_piece(kind: str, number: int) -> str:
-    """By which what is rounded off of a piece's tensors of one kind is known."""
-    return f"{kind} {number}" if number else kind
+def name_of_piece(kind: str, number: int | None) -> str:
+    """By which what is rounded off of a piece's tensors of one kind is known; None: of all, as in checkpoints from
+    before there were pieces."""
+    return kind if number is None else f"{kind} {number}"
 
 
 def by_kind(tensors: Iterable[torch.Tensor]) -> dict[str, list[int]]:
