@@ -1,14 +1,15 @@
 """This rank's part of every checkpoint: when it is due, and its writing in the background.
 
-Invariants: the role hands over a state of its own (tensors copied), one writer thread brings it to disk, and at
-most one is under way: a second waits for it. Until somebody waits, the writer leaves most of its core to the training.
-A write that fails, in whatever way, warns, is counted and leaves the checkpoints before it alone; only the third in a
-row ends the run. What no checkpoint can hold is refused before the first step, and once more after the first update,
-when optimizers have a state.
+Invariants: the role hands over a state of its own (tensors copied, unless it waits until they are written), one writer
+thread brings it to disk, and at most one is under way: a second waits for it. Until somebody waits, the writer leaves
+most of its core to the training. A write that fails, in whatever way, warns, is counted and leaves the checkpoints
+before it alone; only the third in a row ends the run. What no checkpoint can hold is refused before the first step, and
+once more after the first update, when optimizers have a state.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -45,6 +46,7 @@ class PartPlan:
         on_written: is called by the writer's thread with the folder and the names of all parts, where this rank knows
             them, when its own part is written.
         faults: what `--inject` orders of this part's writes: ("disk_full" or "corrupt_file", number of the write).
+        pauses: nothing is copied, and the role waits until its part is written.
     """
 
     run_dir: Path
@@ -59,6 +61,7 @@ class PartPlan:
     writers: tuple[int, ...] = ()
     faults: frozenset[tuple[str, int]] = frozenset()
     on_written: Callable[[Path, tuple[str, ...]], None] = lambda folder, parts: None
+    pauses: bool = False
 
 
 class CheckpointWriter:
@@ -130,15 +133,20 @@ class CheckpointWriter:
             )
 
     def save(self, checkpoint_at: int, role_state: dict[str, Any], parts: Sequence[str] = ()) -> None:
-        """Take over the state and start writing; waits only for the writing before."""
+        """Take over the state and start writing; waits only for the writing before, or also for this one where the
+        plan says so."""
         began_s = time.monotonic()
         self.wait()
         waited_s = time.monotonic()
-        state = {"role": role_state, **self.plan.more()}
+        with only_looking() if self.plan.pauses else contextlib.nullcontext():
+            state = {"role": role_state, **self.plan.more()}
         self.wait_s += waited_s - began_s
         self.copy_s += time.monotonic() - waited_s
         self._last_s = time.monotonic()
         self._thread = background.start("checkpoint", self._write, checkpoint_at, state, tuple(parts))
+        if self.plan.pauses:
+            self.wait()
+            self.wait_s += time.monotonic() - self._last_s
 
     def write_now(self, checkpoint_at: int, state: dict[str, Any], parts: Sequence[str] = ()) -> None:
         """Write this part of a checkpoint in the calling thread, which need not be the role's: `state` is all of it.

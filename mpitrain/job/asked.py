@@ -71,6 +71,7 @@ ASKED: dict[str, Asked] = {
     "patience": Asked(lambda run: run.job.patience is not None),
     "on_nonfinite=skip": Asked(lambda run: run.job.on_nonfinite == "skip", "{why}"),
     "--heartbeat-s": Asked(lambda run: run.overrides.heartbeat_s is not None, "--heartbeat-s is {why}"),
+    "--checkpoint-pause": Asked(lambda run: run.overrides.checkpoint_pause, "--checkpoint-pause {why}"),
     "--inject into workers": Asked(lambda run: run.injection(inject.AtWorker), "{why}"),
     "trace": Asked(lambda run: run.job.trace is not None, "--threads: {why}"),
     "validate_every in seconds": Asked(

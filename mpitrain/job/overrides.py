@@ -206,6 +206,11 @@ class Overrides:
         f"{CHECKPOINT_TIMES}; SIGUSR1, SIGTERM and SIGHUP write one and end the run with exit code 75",
         "WHEN", replaces=True,
     )  # fmt: skip
+    checkpoint_pause: bool = option(
+        WAYS,
+        "make no copy of the state for a checkpoint: training pauses while it is written, and needs no memory for it",
+        default=False,
+    )
     resume: str | None = option(
         WAYS,
         "auto: go on from the newest checkpoint in --run-dir, if there is one; or another run's directory. "

@@ -20,8 +20,8 @@ from mpitrain.reporting.targets import Choice
 OF_ONE_RUN = ("seed", "fold")  # what runs of one setting differ in
 _FACTS = ("strategy", "workers", "servers", "batch_size", "accumulate", "precision", "epochs", "seed")
 _NOT_OPTIONS = {
-    "run_dir", "quiet", "resume", "checkpoint_every", "log", "log_every", "trace", "watchdog_s", "heartbeat_s", "test",
-    *_FACTS,
+    "run_dir", "quiet", "resume", "checkpoint_every", "checkpoint_pause", "log", "log_every", "trace", "watchdog_s",
+    "heartbeat_s", "test", *_FACTS,
 }  # fmt: skip
 
 Run = TypeVar("Run")

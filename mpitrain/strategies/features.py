@@ -187,6 +187,10 @@ REFUSED: dict[str, tuple[Rule, ...]] = {
         Rule(lambda one: one.needs_all, "how long a silent worker keeps its part, and {one} cannot go on without one: "
              "leave it out, or use sync()", (MPI, THREADS)),
     ),
+    "--checkpoint-pause": (
+        Rule(always, "saves memory of a run whose checkpoints are copied, and a simulation copies none: leave it out",
+             (VIRTUAL,)),
+    ),
     "--inject into a process": (
         Rule(always, "ends or stops a process, and with --threads all replicas are one: use raise(...) or wedge(...), "
              "or run it over MPI", (THREADS,)),

@@ -33,6 +33,7 @@ from mpitrain.checkpoint.parts import (
 from mpitrain.checkpoint.pruning import Pruner
 from mpitrain.checkpoint.state_tree import join, split, structure_of
 from mpitrain.errors import CheckpointError, UsageError
+from mpitrain.model.copies import copied
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy, read_policy
 from mpitrain.system.files.run_directory import MAX_RECORD_BYTES, Identity, progress
 from tests.sampling import ALL_CELLS
@@ -446,6 +447,21 @@ def test_who_waits_for_a_write_ends_its_rests(tmp_path, monkeypatch):
         writer.save(mark, {}, ("shard-0",))
     writer.wait()
     assert writer.num_written == 2 and newest(tmp_path).checkpoint_at == 200
+
+
+def test_who_pauses_copies_nothing_and_goes_on_when_its_part_is_written(tmp_path):
+    parameters, were_copied = torch.ones(8), []
+
+    def more():
+        state = copied({"x": parameters})
+        were_copied.append(state["x"] is not parameters)
+        return state
+
+    writer = CheckpointWriter(PartPlan(tmp_path, "shard-0", OURS, CheckpointPolicy(), more=more, pauses=True))
+    writer.save(100, {}, ("shard-0",))
+    parameters.zero_()
+    assert were_copied == [False]
+    assert torch.equal(newest(tmp_path).part("shard-0")["x"], torch.ones(8))
 
 
 def test_a_full_disk_leaves_the_one_before_and_says_so(tmp_path):

@@ -338,6 +338,12 @@ CASES = [
         acts=lambda run, plain: run["seen"][0]["watchdog_s"] == 77.0,
     ),
     Case(
+        "checkpoint_pause",
+        ALL,
+        options="checkpoint_pause=True",
+        acts=lambda run, plain: run["seen"][0]["pauses"] and not plain["seen"][0]["pauses"],
+    ),
+    Case(
         "heartbeat_s",
         "sync()",
         options="heartbeat_s=55.0",
@@ -439,7 +445,7 @@ def row_of(case):
 # `make tables` alone runs these.
 LEFT_OUT = {
     "compile", "sync_batchnorm", "validate_ema", "patience", "clip_value", "gradient_noise", "metrics", "trace",
-    "log_every", "name", "run_dir", "inject", "watchdog_s", "heartbeat_s", "sparse_as_dense",
+    "log_every", "name", "run_dir", "inject", "watchdog_s", "heartbeat_s", "checkpoint_pause", "sparse_as_dense",
 }  # fmt: skip
 RUN = cells([case for case in CASES if ALL_CELLS or case.entry not in LEFT_OUT], row_of)
 NAMES = [f"{number} {case.entry} {case.strategy}" for number, case in enumerate(RUN)]

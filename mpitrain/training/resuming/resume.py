@@ -88,6 +88,7 @@ def make_checkpoint_writer(
         session.run_dir, part, session.identity.after_losing(len(session.runtime.lost)),
         read_policy(job.checkpoint_every, job.mtbf_s), job.keep_checkpoints, about, signals.asked, warn, more,
         writers, frozenset(faults), lambda folder, parts: session.report.checkpoint(folder, parts),
+        pauses=session.overrides.checkpoint_pause,
     )  # fmt: skip
     return CheckpointWriter(plan)
 

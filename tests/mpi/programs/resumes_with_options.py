@@ -22,6 +22,7 @@ from mpitrain.checkpoint.parts import candidates
 from mpitrain.errors import AgreedError
 from mpitrain.mpi.runtime import start
 from mpitrain.training.parameter_server import builder
+from mpitrain.training.resuming import resume
 from mpitrain.training.synchronous import ddp
 from mpitrain.training.watchdog import watchdog
 from tests import toy
@@ -45,6 +46,7 @@ def spy(owner, name, key):
 spy(watchdog, "Watchdog", "watchdog_s")
 spy(builder, "FaultTolerantServer", "floor_s")
 spy(ddp, "data_parallel", "find_unused")
+spy(resume, "PartPlan", "pauses")
 
 
 def model(width=6):
