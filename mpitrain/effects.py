@@ -33,11 +33,14 @@ class Send(NamedTuple):
 class Recv(NamedTuple):
     """Answered with `(source, message)` when the next message is here, or with None after `timeout_s` without one; 0
     asks for what is here now. `kind` and `sources` say what is waited for, and from which ranks, in the report of a
-    deadlock; whatever comes is the answer all the same."""
+    deadlock; whatever comes is the answer all the same. `upto`: the highest rank of whose push there is room for the
+    payload; one from a rank above it stays with its sender, and `Announced` comes instead, until a `Recv` has room for
+    it (None: for all). A world that copies no payload may ignore it."""
 
     timeout_s: float | None = None
     kind: str = ""
     sources: Collection[int] = ()
+    upto: int | None = None
 
 
 class Compute(NamedTuple):

@@ -35,7 +35,7 @@ MEASUREMENT = Measurement(
 
 WAYS = {
     "allreduce()": 2,
-    "sync()": 3,
+    "sync()": 9,
     "async()": 5,
     "async(servers=2)": 4,
     "localsgd(period=2)": 2,
@@ -91,7 +91,7 @@ def tell(way: str, ranks: int, env: dict[str, str]) -> dict[str, float]:
     text = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, **env, **path}
     ).stdout
-    parts = text[text.index("\nmemory") :]
+    parts = text[text.index("\nmemory") : text.index("while a checkpoint is written")]
     kinds = re.split(r"each (server|worker): [\d.]+ \w+\n", parts)[1:]
     return {
         kind: sum(

@@ -23,6 +23,7 @@ from mpitrain.messages.servers import Ordered as Ordered
 from mpitrain.messages.servers import PartialNorm as PartialNorm
 from mpitrain.messages.training import Agreed as Agreed
 from mpitrain.messages.training import Alive as Alive
+from mpitrain.messages.training import Announced as Announced
 from mpitrain.messages.training import Answer as Answer
 from mpitrain.messages.training import Ask as Ask
 from mpitrain.messages.training import Away as Away
@@ -73,6 +74,7 @@ ToServer = (
     | Leave
     | Lost
     | Alive
+    | Announced
     | Divide
     | Claim
     | Over

@@ -52,6 +52,7 @@ class Kind(enum.IntEnum):
     ROWS = 36
     BUNDLE = 37
     TOLD = 38
+    ANNOUNCED = 39
 
 
 @dataclass(frozen=True, slots=True)

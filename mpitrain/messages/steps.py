@@ -5,6 +5,7 @@ from __future__ import annotations
 from mpitrain.messages import (
     Alive,
     AmongServers,
+    Announced,
     Answer,
     Assist,
     Average,
@@ -21,7 +22,7 @@ from mpitrain.messages import (
     Wake,
 )
 
-_WITHOUT_STEP = Note | Wake | Lost | Alive | Assist | Unit | Measured | Told | AmongServers
+_WITHOUT_STEP = Note | Wake | Lost | Alive | Announced | Assist | Unit | Measured | Told | AmongServers
 
 
 def step_after(message: Message, before: int) -> int:

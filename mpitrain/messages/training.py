@@ -205,6 +205,12 @@ class Alive(Sent):
     """A worker that waits for an answer asks a server whether it is there; a server answers with the same."""
 
 
+@message(Kind.ANNOUNCED)
+class Announced(Sent):
+    """The world tells a server that a worker has pushed, and that the payload stays with the worker until there is room
+    for it. The `Push` comes later."""
+
+
 @message(Kind.REPLY)
 class Answer(Sent):
     """A server's answer to a `Join`, `Push`, `Pull` or `Save`; sent unasked, it makes a worker begin its batch anew.

@@ -69,6 +69,7 @@ _TABLE: dict[type[Message], str] = {
     messages.Leave: "step checkpoint_at=last_at",
     messages.Lost: "text=how",
     messages.Alive: "",
+    messages.Announced: "",
     messages.Reply: _ANSWER,
     messages.Difference: _ANSWER,
     messages.Rows: "version payload",

@@ -6,7 +6,8 @@ ANY_SOURCE: a dead peer must be tellable), and every completion is looked for am
 library does not keep to ANY_SOURCE (`runtime.py`). Everywhere else one receive listens to all peers, so that a
 completion costs as much among ten thousand peers as among two. What a header
 announces is then received into the wire buffer that `buffer_for` provides, and only after that the peer's next header
-is looked at, so messages of one peer keep their order. MPI counts in 31 bits, so a payload travels in pieces of
+is looked at, so messages of one peer keep their order. The payload of a push is received when there is room for it
+(`pushes_at_senders.py`), and stays with its sender until then. MPI counts in 31 bits, so a payload travels in pieces of
 `Messenger.piece_bytes`, which all ranks have in common. A payload whose length or whose stamps at the two ends are not
 what its header says is an error, never an update.
 """
@@ -15,12 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpitrain.errors import WireError
-from mpitrain.messages import Kind, Lost, Message, release
+from mpitrain.messages import Announced, Kind, Lost, Message, Push, release
 from mpitrain.messages.steps import is_progress, step_after
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.engine import Engine
@@ -36,6 +38,7 @@ from mpitrain.mpi.message_header import (
     unpack_entries,
 )
 from mpitrain.mpi.operation import Op, message_of, messages_of_wire
+from mpitrain.mpi.pushes_at_senders import PushesAtSenders
 from mpitrain.system.launched.ranks import Ends
 
 HEADER_TAG, PAYLOAD_TAG = 11, 12
@@ -68,6 +71,7 @@ class Messenger:
         on_step: called with the role's step as it changes, for error messages.
         ends: of peers, and of the role.
         answer: `answer(source, message)` answers a given up peer that speaks after the role has ended.
+        room_bytes: of pushes that are received or wait in `inbox`; one has room however large it is.
     """
 
     piece_bytes = 1 << 30  # of a payload, in one message of MPI
@@ -80,6 +84,7 @@ class Messenger:
         on_step: Callable[[int], None],
         ends: Ends,
         answer: Callable[[int, Message], None] | None,
+        room_bytes: float = math.inf,
     ):
         self.engine, self.buffer_for, self.on_step = engine, buffer_for, on_step
         self.inbox: deque[tuple[int, Message]] = deque()
@@ -88,6 +93,7 @@ class Messenger:
         self.tear_next = False  # as injected: the stamps of the next payload are to differ
         self._peers = {rank: Peer(rank) for rank in peers}
         self._ends, self._answer_late = ends, answer
+        self._pushes = PushesAtSenders(room_bytes)
         self._is_over = False
         self._to_any: Op | None = None  # the receive that listens to all peers
         self._any_header = bytearray(HEADER_BYTES)
@@ -117,6 +123,20 @@ class Messenger:
             )
         return bool(predicate() or self.error)
 
+    def open_to(self, upto: int | None) -> None:
+        """For whose pushes the role has room, as in `Recv`; asked before it waits."""
+        self._pushes.upto = upto
+        if self._pushes:
+            self._let_in()
+
+    def take(self) -> tuple[int, Message]:
+        """The message that has come first; its place another one takes."""
+        arrived = self.inbox.popleft()
+        if type(arrived[1]) is Push:
+            self._pushes.taken(arrived[1].payload.num_bytes)
+            self._let_in()
+        return arrived
+
     def send(self, rank: int, message: Message) -> None:
         """Have a message leave for a peer; one that is lost is sent nothing."""
         peer = self._peers[rank]
@@ -144,10 +164,15 @@ class Messenger:
             self.tear_next = False
         num_left = len(pieces)
 
+        leaving = self._pushes.leaving
+        leaving.begin(id(payload), payload.num_bytes)
+
         def sent() -> None:
             nonlocal num_left
             num_left -= 1
             if num_left == 0:
+                leaving.end(id(payload))
+                self._let_in()
                 for _ in range(outgoing.num_holders):
                     payload.release()
 
@@ -262,6 +287,26 @@ class Messenger:
             self._arrived(peer, complete())
 
     def _receive_payload(self, peer: Peer, incoming: Incoming, text: str = "") -> None:
+        """The payload, which stays with its sender where it is a push's for which there is no room."""
+        if incoming.kind == Kind.PUSH:
+            num_bytes, pushes = incoming.payload_bytes, self._pushes
+            if not pushes.lets_in(peer.rank, num_bytes):
+                pushes.put(peer.rank, num_bytes, (peer, incoming, text))
+                if pushes.upto is not None and peer.rank > pushes.upto:
+                    self.inbox.append((peer.rank, Announced()))
+                return
+        self._fetch_payload(peer, incoming, text)
+
+    def _let_in(self) -> None:
+        """Receive the pushes for which there is room now."""
+        while (announced := self._pushes.take()) is not None:
+            peer, incoming, text = announced
+            if peer.lost:
+                self._pushes.lost(peer.rank)
+            else:
+                self._fetch_payload(peer, incoming, text)
+
+    def _fetch_payload(self, peer: Peer, incoming: Incoming, text: str) -> None:
         self._receive_into(peer, peer.rank, incoming, lambda wire_buffer: incoming.message(text, wire_buffer))
 
     def _receive_into(
@@ -329,6 +374,7 @@ class Messenger:
         if peer.rank in self._ends.may_die and is_dead_peer(error):
             peer.lost = True
             self.inbox.append((peer.rank, Lost()))
+            self._pushes.lost(peer.rank)
         else:
             self.error = self.error or error
 
@@ -348,6 +394,8 @@ class Messenger:
     def _arrived(self, peer: Peer, message: Message) -> None:
         peer.receives = False
         if not peer.lost:
+            if type(message) is Push:
+                self._pushes.arrived(peer.rank)
             if self._is_over and self._hears_late(peer):
                 assert self._answer_late is not None
                 self._answer_late(peer.rank, message)
@@ -359,6 +407,7 @@ class Messenger:
                 self._on_message(peer, peer.headers.popleft())
         else:
             release(message)
+            self._pushes.lost(peer.rank)
 
     def has_left(self) -> bool:
         """Whether everything that was sent to peers that are awaited has left."""
@@ -369,6 +418,8 @@ class Messenger:
         """The role is over: withdraw the receives, but from those that may speak late. One that a message has come for
         meanwhile is not posted again: it would take the messages of the next messenger of this process."""
         self._is_over = True
+        self._pushes.room_bytes = math.inf
+        self.open_to(None)
         self._withdraw([peer for peer in self._peers.values() if not self._hears_late(peer)])
         while (
             self.inbox and self._answer_late is not None

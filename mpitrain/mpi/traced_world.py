@@ -50,11 +50,11 @@ class TracedMessenger(Messenger):
         self._leaving = super()._isend(buffer, rank, tag, sent)
         return self._leaving
 
-    def _receive_payload(self, peer: Peer, incoming: Incoming, text: str = "") -> None:
+    def _fetch_payload(self, peer: Peer, incoming: Incoming, text: str) -> None:
         name = f"{incoming.kind.name.capitalize()} from {peer.rank}"
         if (land := trace.flight(name, bytes=incoming.payload_bytes)) is not None:
             self._landings[peer.rank] = land
-        super()._receive_payload(peer, incoming, text)
+        super()._fetch_payload(peer, incoming, text)
 
     def _arrived(self, peer: Peer, message: Message) -> None:
         if (land := self._landings.pop(peer.rank, None)) is not None:

@@ -6,6 +6,7 @@ Invariants: one role a rank, driven by the thread that owns MPI; the role is nev
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Executor, wait
@@ -47,6 +48,7 @@ class MpiWorld:
         computer: computes gradients on a thread of its own; the thread that owns MPI drives messages meanwhile.
         reduce: one collective of an all-reduce: answers what this rank brings with what has come of it.
         begin: begins one; what it returns waits for the end, and answers as `reduce` does.
+        room_bytes: of pushes that are received or wait for the role; others stay with their senders.
     """
 
     messenger_class: type[Messenger] = Messenger
@@ -61,10 +63,11 @@ class MpiWorld:
         ends: Ends = Ends(),  # noqa: B008 - frozen
         reduce: Callable[[Any], Any] | None = None,
         begin: Callable[[Any], Callable[[], Any]] | None = None,
+        room_bytes: float = math.inf,
     ):
         self.engine, self.on_step, self._ends = engine, on_step, ends
         answer = self._answer_late if ends.answer_late is not None else None
-        self._messenger = self.messenger_class(engine, peers, buffer_for, on_step, ends, answer)
+        self._messenger = self.messenger_class(engine, peers, buffer_for, on_step, ends, answer, room_bytes)
         self._computer, self._reduce, self._begin = computer, reduce, begin
         # the rounds of an all-reduce, and what waits for the end of the first
         self._begun: tuple[Generator[Any, Any, Any], Callable[[], Any]] | None = None
@@ -123,6 +126,7 @@ class MpiWorld:
             return None
         if isinstance(effect, Recv):
             inbox = self._messenger.inbox
+            self._messenger.open_to(effect.upto)
             if not inbox:
                 self._messenger.poll()
             if effect.timeout_s == 0:
@@ -130,7 +134,7 @@ class MpiWorld:
             if not inbox:
                 self._wait(lambda: inbox, effect.timeout_s)
             self._raise_error()
-            return inbox.popleft() if inbox else None
+            return self._messenger.take() if inbox else None
         if isinstance(effect, Sleep):
             return self._sleep(effect.seconds)
         if isinstance(effect, Forget):
@@ -174,7 +178,7 @@ class MpiWorld:
         while not inbox and self._messenger.poll():
             pass
         self._raise_error()
-        return inbox.popleft() if inbox else None
+        return self._messenger.take() if inbox else None
 
     def _sleep(self, seconds: float) -> None:
         """Sleep between polls: messages arrive meanwhile, and only a transfer under way keeps the core."""

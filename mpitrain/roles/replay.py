@@ -18,11 +18,11 @@ from typing import Any, Protocol, TextIO
 
 from mpitrain.effects import Effect, Recv, Role, replaced, watched
 from mpitrain.errors import UsageError
-from mpitrain.messages import Alive, AskAverage, Away, Claim, Divide, Message, Note, Over, PullRows
+from mpitrain.messages import Alive, Announced, AskAverage, Away, Claim, Divide, Message, Note, Over, PullRows
 from mpitrain.system.files.run_directory import RUN_FILE
 from mpitrain.system.optional import optional
 
-UNRECORDED = (Note, Alive, Away)
+UNRECORDED = (Note, Alive, Announced, Away)
 VALIDATING = (Divide, Claim, Over, AskAverage)  # answered as they come: they change no parameter
 
 

@@ -20,6 +20,7 @@ from mpitrain.model.optimizers.optimizer import is_torchs_elementwise, rebuild, 
 from mpitrain.model.optimizers.step_hooks import without_global_hooks
 from mpitrain.model.wire.buffers import wire_dtype
 from mpitrain.model.wire.masters import SIXTEEN, keeps_masters
+from mpitrain.roles.server.gathering import WAITING_BYTES, num_waiting
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
@@ -30,6 +31,7 @@ from mpitrain.system.sizes import counted, size_text
 from mpitrain.training.session import Session
 
 _SAMPLE, _WIDTH = 4096, 80
+_STATE = ("parameters", "optimizer")  # of a rank that steps the whole model
 _LIBRARIES_BYTES = 100 << 20  # of MPI, and of what torch imports with the first step: not here in a dry run
 
 
@@ -52,10 +54,11 @@ class Sizes(NamedTuple):
 
 
 class Need(NamedTuple):
-    """Of one kind of rank; `parts`: bytes by name."""
+    """Of one kind of rank; `parts`: bytes by name; `in_checkpoints`: of those that it copies while one is written."""
 
     role: str
     parts: dict[str, float]
+    in_checkpoints: tuple[str, ...] = ()
 
     @property
     def who(self) -> str:
@@ -64,8 +67,13 @@ class Need(NamedTuple):
 
     @property
     def num_bytes(self) -> float:
-        """All of it."""
+        """All of it, but for a checkpoint's copy."""
         return sum(self.parts.values())
+
+    @property
+    def checkpoint_bytes(self) -> float:
+        """More, while a checkpoint is written, unless training pauses."""
+        return sum(self.parts[name] for name in self.in_checkpoints)
 
 
 class Messages(NamedTuple):
@@ -130,7 +138,13 @@ def tell_memory(session: Session, module: nn.Module, optimizer: Optimizer) -> No
     libraries = max(0, resident_bytes() - sizes.parameters)
     if runtime.rank == 0:
         told = {need.who: size_text(libraries + need.num_bytes) for need in needs}
-        session.report.event("memory", **told, not_counted="what the backward pass keeps of a batch")
+        copied = max(0 if session.overrides.checkpoint_pause else need.checkpoint_bytes for need in needs)
+        session.report.event(
+            "memory",
+            **told,
+            checkpoint_copy=size_text(copied),
+            not_counted="what the backward pass keeps of a batch",
+        )
     more = {need.role: need.num_bytes - sizes.parameters for need in needs}
     ranks = [rank for rank, node in enumerate(runtime.nodes) if node == runtime.nodes[runtime.rank]]
     needed = sum(more.get(session.roles.of(rank), more["worker"]) for rank in ranks)
@@ -169,6 +183,11 @@ def describe_memory(needs: Sequence[Need], libraries_bytes: float) -> list[str]:
             f"{'' if lines else 'memory':<12}{need.who}: {size_text(libraries_bytes + need.num_bytes)}"
         )
         lines += textwrap.wrap(told, _WIDTH, initial_indent=" " * 14, subsequent_indent=" " * 14)
+    copies = [f"{need.who} {size_text(need.checkpoint_bytes)}" for need in needs if need.checkpoint_bytes]
+    lines += textwrap.wrap(
+        f"while a checkpoint is written: {', '.join(copies)} more, or nothing with --checkpoint-pause", _WIDTH,
+        initial_indent=" " * 12, subsequent_indent=" " * 14,
+    )  # fmt: skip
     return [*lines, "            and what the backward pass keeps of a batch (mpitrain plan)"]
 
 
@@ -186,14 +205,15 @@ def _trained(sizes: Sizes, **more: float) -> dict[str, float]:
 def _all_reduced(strategy: AllReduce, sizes: Sizes, messages: Messages) -> list[Need]:
     residual = 0 if strategy.codec.is_none or strategy.codec.sends_all else sizes.trained
     step = max(sizes.step, sizes.largest)  # backward makes a gradient before it is in its bucket
-    return [Need("worker", _trained(sizes._replace(step=step), residual=residual))]
+    return [Need("worker", _trained(sizes._replace(step=step), residual=residual), (*_STATE, "residual"))]
 
 
 def _averaged(strategy: LocalSGD, sizes: Sizes, messages: Messages) -> list[Need]:
     anchor = sizes.trained if strategy.keeps_anchor else 0
     velocity = sizes.trained if strategy.outer != Average() else 0
     residual = (1 + 1 / messages.num_workers) * sizes.trained if strategy.wire == "int8" else 0
-    return [Need("worker", _trained(sizes, anchor=anchor, velocity=velocity, residual=residual))]
+    parts = _trained(sizes, anchor=anchor, velocity=velocity, residual=residual)
+    return [Need("worker", parts, (*_STATE, "anchor", "velocity", "residual"))]
 
 
 def _told(strategy: Decentralized, sizes: Sizes, messages: Messages) -> list[Need]:
@@ -205,7 +225,7 @@ def _told(strategy: Decentralized, sizes: Sizes, messages: Messages) -> list[Nee
         "arriving updates": senders * messages.push,
         "copies": copies,
     }
-    return [Need("worker", _trained(sizes, **held))]
+    return [Need("worker", _trained(sizes, **held), (*_STATE, "copies"))]
 
 
 def _served(strategy: ServerStrategy, sizes: Sizes, messages: Messages) -> list[Need]:
@@ -214,19 +234,31 @@ def _served(strategy: ServerStrategy, sizes: Sizes, messages: Messages) -> list[
     state = sizes.optimizer or 0
     rounds = strategy.reply_numbers != "full" or sizes.masters > 0
     masters = sizes.masters if strategy.moves else 0
+    answers_apart = num_workers > 1 and strategy.contributors(set(range(num_workers))) is None
+    push_bytes = share * messages.push
+    arriving = push_bytes * _num_arriving(strategy, num_workers, push_bytes)
+    if messages.push == sizes.stepped:  # the first comes into the model's own buffer, which nobody else needs
+        arriving = max(0, arriving - push_bytes)
     each = {
-        "copies for the codec": strategy.reply_codec,
-        "what each worker has read": strategy.damping.make_correction(),
+        name: share * num_workers * sizes.stepped
+        for name, kept in (
+            ("copies for the codec", strategy.reply_codec),
+            ("what each worker has read", strategy.damping.make_correction()),
+        )
+        if _is_kept(kept)
     }
     server = {
         "the whole model": sizes.parameters,
         "masters": masters,
         "shard": share * sizes.stepped,
         "optimizer": 0 if on_workers else share * state,
-        "arriving pushes": share * num_workers * messages.push,
+        "arriving pushes": arriving,
+        "an earlier version, which leaves": share
+        * (messages.reply if rounds else sizes.stepped)
+        * answers_apart,
         "widened pushes": share * min(num_workers, 2) * sizes.masters,
         "replies": share * messages.reply if rounds else 0,
-        **{name: share * num_workers * sizes.stepped for name, kept in each.items() if _is_kept(kept)},
+        **each,
     }
     worker = {
         "parameters": sizes.parameters,
@@ -237,7 +269,17 @@ def _served(strategy: ServerStrategy, sizes: Sizes, messages: Messages) -> list[
         "replies": messages.reply if strategy.reply_numbers != "full" or masters else 0,
         "the optimizer's step": sizes.step if on_workers else 0,
     }
-    return [Need("server", server), Need("worker", worker)]
+    return [Need("server", server, ("shard", "optimizer", *each)), Need("worker", worker, ("optimizer",))]
+
+
+def _num_arriving(strategy: ServerStrategy, num_workers: int, push_bytes: float) -> float:
+    """Pushes that one server holds at once, the one included that it steps with: all others stay with their senders."""
+    num_let_in = max(1, WAITING_BYTES // max(1.0, push_bytes))
+    if strategy.contributors(set(range(num_workers))) is not None:
+        num_taken = num_waiting(push_bytes)
+    else:
+        num_taken = strategy.num_contributors(num_workers)
+    return min(num_workers * strategy.inflight, num_taken + num_let_in)
 
 
 def _is_kept(of: object) -> bool:

@@ -33,6 +33,7 @@ from mpitrain.effects import (
 from mpitrain.errors import DeadlockError, LostRankError, WireError
 from mpitrain.messages import (
     Alive,
+    Announced,
     Assist,
     Bundle,
     Lost,
@@ -46,16 +47,17 @@ from mpitrain.system import interrupts
 from mpitrain.system.trace import COMMUNICATION, active
 from mpitrain.virtual.all_reduces import AllReduces
 from mpitrain.virtual.compute import ComputeLaw, WorkerTimes
+from mpitrain.virtual.deadlocks import Waits, deadlock
 from mpitrain.virtual.fair_sharing import Flows
 from mpitrain.virtual.message_law import HEADER_BYTES
 from mpitrain.virtual.network import Links, NetworkLaw
 from mpitrain.virtual.outages import Outages
+from mpitrain.virtual.pushes_at_senders import PushesAtSenders
 from mpitrain.virtual.rendezvous import Clear, Header, Rendezvous
 from mpitrain.virtual.traces import VirtualTrace
 
 DEADLY = ("kill", "segv", "raise")  # the others of `--inject` fall silent
 MOST_LOOKS = 100_000  # of those who wait, while nothing happens but that somebody is silent
-MOST_NAMED = 16  # ranks in the report of a deadlock
 _CHANGES_NOTHING = Alive | Assist | Measured  # of what a worker computes
 
 
@@ -123,6 +125,7 @@ class VirtualWorld:
         if network.eager_bytes:
             self._rendezvous = Rendezvous(self._begin, release, network.eager_bytes, HEADER_BYTES)
         self._drive_computing = frozenset(drive_computing)
+        self._at_senders = PushesAtSenders()
         self._all_reduces: AllReduces | None = None
         self._heap: list[tuple[float, int, Any, Any]] = []
         self._serial = 0
@@ -191,7 +194,7 @@ class VirtualWorld:
         gone = self._forgotten | set(self.broken)
         waiting = [p.rank for p in processes if not p.finished and p.rank not in gone]
         if waiting:
-            raise DeadlockError(self._deadlock(waiting))
+            raise DeadlockError(deadlock(self.now_s, [self._waits(rank) for rank in waiting]))
         return {rank: process.result for rank, process in self._processes.items()}
 
     def _count_nodes(self) -> int:
@@ -220,6 +223,7 @@ class VirtualWorld:
             self._rendezvous.forget(process.rank)
         if self._all_reduces is not None:
             self._all_reduces.forget(process.rank)
+        self._at_senders.forget(process.rank)
         if how not in DEADLY:
             return
         if process.rank not in self._may_die:
@@ -293,6 +297,9 @@ class VirtualWorld:
                 self._drive(process)
                 return
             elif type(effect) is Recv:
+                if effect.upto is not None or process.rank in self._at_senders.upto:
+                    for kept in self._at_senders.let_in(process.rank, effect.upto):
+                        self._set_out(kept.source, process.rank, kept.num_bytes, kept.message, kept.sent)
                 if not process.inbox:
                     self._drive(process)
                     if effect.timeout_s == 0:
@@ -370,16 +377,24 @@ class VirtualWorld:
     def _send(self, source: int, effect: Send) -> None:
         num_headers = 1 + (len(effect.message.entries) if type(effect.message) is Bundle else 0)
         num_bytes = num_headers * HEADER_BYTES + payload_bytes(effect.message)
-        sender, to = self._processes[source], effect.to
+        sender = self._processes[source]
         sender.last_sent = effect
         message: Any = effect.message
         if sender.tears and payloads_of(effect.message):
             sender.tears = False
             message = _Torn()
-        if self._rendezvous is not None:
-            self._rendezvous.send(source, to, num_bytes, message, effect.message)
+        if self._at_senders.has_room(source, effect.to, effect.message):
+            self._set_out(source, effect.to, num_bytes, message, effect.message)
         else:
-            self._begin(source, to, num_bytes, (source, message), effect.message)
+            self._at_senders.keep(effect.to, source, num_bytes - HEADER_BYTES, message, effect.message)
+            self._set_out(source, effect.to, HEADER_BYTES, Announced(), None)
+
+    def _set_out(self, source: int, to: int, num_bytes: int, message: Any, sent: Any) -> None:
+        """`sent`: the message that a trace shows."""
+        if self._rendezvous is not None:
+            self._rendezvous.send(source, to, num_bytes, message, sent)
+        else:
+            self._begin(source, to, num_bytes, (source, message), sent)
 
     def _begin(self, source: int, to: int, num_bytes: int, event: object, sent: Any = None) -> None:
         """Bytes set out, and `event` happens to rank `to` when the last one is there. `sent`: the message that a trace
@@ -409,36 +424,19 @@ class VirtualWorld:
         if arrivals and self._flows.next_s < math.inf:
             self._schedule(self._flows.next_s, None, _FlowEnds())
 
-    def _deadlock(self, waiting: Sequence[int]) -> str:
-        """Who waits for what, from whom and since when."""
-        for rank in waiting[:MOST_NAMED]:
-            if self._all_reduces is not None and (missing := self._all_reduces.missing(rank)):
-                process = self._processes[rank]
-                process.awaited = process.awaited._replace(sources=missing)
-        rows = [_wait_of(self._processes[rank]) for rank in waiting[:MOST_NAMED]]
-        if len(waiting) > MOST_NAMED:
-            rows.append(f"and {len(waiting) - MOST_NAMED} more")
-        return f"deadlock at t={self.now_s:.3f} s, nobody will send what is waited for: " + "; ".join(rows)
+    def _waits(self, rank: int) -> Waits:
+        """What a rank waits for."""
+        process = self._processes[rank]
+        awaited = process.awaited
+        if self._all_reduces is not None and (missing := self._all_reduces.missing(rank)):
+            awaited = awaited._replace(sources=missing)
+        return Waits(rank, awaited, process.waits_since_s, process.last_sent)
 
     def _draw(self, process: _Process) -> float:
         worker = self._numbers.get(process.rank, process.rank)
         if process.times is None:
             process.times = WorkerTimes(self.compute, self.seed, worker)
         return process.times.next()
-
-
-def _wait_of(process: _Process) -> str:
-    awaited, sent = process.awaited, process.last_sent
-    sources = sorted(awaited.sources)
-    found = (
-        f"rank {process.rank} waits since t={process.waits_since_s:.3f} s for {awaited.kind or 'any message'}"
-    )
-    if sources:
-        named = ", ".join(map(str, sources[:MOST_NAMED])) + ", ..." * (len(sources) > MOST_NAMED)
-        found += f" from rank{'s' * (len(sources) > 1)} {named}"
-    if sent is not None:
-        found += f" (last sent: {type(sent.message).__name__} to rank {sent.to})"
-    return found
 
 
 def _send_on(trace: VirtualTrace, send: Callable[[Any], Effect], answer: object) -> Effect:

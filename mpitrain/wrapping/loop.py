@@ -357,6 +357,7 @@ def _serve(
 ) -> NoReturn:
     """Until all workers have left or are lost; then leave the process."""
     from mpitrain.mpi.world import MpiWorld
+    from mpitrain.roles.server.gathering import WAITING_BYTES
     from mpitrain.training.parameter_server.run import restore_shard
     from mpitrain.training.session import attempt
     from mpitrain.wrapping.checkpoints import write_shard
@@ -370,8 +371,9 @@ def _serve(
     may_die = roles.workers if runtime.fault_tolerance == "ulfm" else ()
     on_step = functools.partial(setattr, runtime, "step")
     world = MpiWorld(
-        runtime.engine, roles.workers, lambda source, kind: store.wire_buffer(), on_step, ends=Ends(may_die)
-    )
+        runtime.engine, roles.workers, lambda source, kind: store.wire_buffer(), on_step, ends=Ends(may_die),
+        room_bytes=WAITING_BYTES,
+    )  # fmt: skip
     counts = world.run(server.run())
     runtime.evicted |= {int(rank) for rank in counts["lost"]} | runtime.dead()
     if counts["failure"]:

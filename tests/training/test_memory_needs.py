@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from mpitrain.roles.server import gathering
 from mpitrain.strategies.placement import assign
 from mpitrain.training import memory
 from mpitrain.training.memory import Messages, describe_memory, memory_needs, sizes_of, tell_memory
@@ -38,12 +39,13 @@ def adam(parameters):
     ("allreduce()", sgd, 2, {"each worker": 3}),
     ("allreduce()", momentum, 2, {"each worker": 4}),
     ("allreduce()", adam, 2, {"each worker": 6}),
-    # a server: the model that it builds, its shard, a push of each worker, Adam's moments
-    ("sync()", sgd, 1, {"each server": 3, "each worker": 3}),
+    # a server: the model that it builds, where the first push comes to be, its shard, other pushes, Adam's moments;
+    # where workers do not wait for one another, a version of the shard that is on its way to one of them
+    ("sync()", sgd, 1, {"each server": 2, "each worker": 3}),
     ("async()", sgd, 4, {"each server": 6, "each worker": 3}),
     ("async()", adam, 4, {"each server": 8, "each worker": 3}),
-    ("async(servers=2)", adam, 4, {"each server": 1 + (1 + 2 + 4) / 2, "each worker": 3}),
-    ("async(optimizer='worker')", adam, 1, {"each server": 3, "each worker": 3 + 2 + 2}),
+    ("async(servers=2)", adam, 4, {"each server": 1 + (1 + 2 + 3 + 1) / 2, "each worker": 3}),
+    ("async(optimizer='worker')", adam, 1, {"each server": 2, "each worker": 3 + 2 + 2}),
     ("async(inflight=2)", sgd, 1, {"each server": 3, "each worker": 4}),
     ("localsgd(period=2)", momentum, 2, {"each worker": 3}),
     ("localsgd(period=2,outer=diloco())", momentum, 2, {"each worker": 5}),
@@ -55,12 +57,24 @@ def test_a_rank_needs_so_many_times_the_model(text, optimizer, num_workers, expe
     assert needs(text, optimizer, num_workers) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize(("text", "num_workers", "expected"), [
+    # the model, its shard and Adam's moments, and beside the first push one that arrives, or one more out of turn
+    ("async()", 1, 4), ("async()", 2, 6), ("async()", 64, 6), ("sync()", 2, 5), ("sync()", 64, 6),
+    # nobody knows who comes first: all that an update is made of
+    ("softsync(updates=8)", 64, 5 + 8), ("backup(spare=4)", 64, 5 + 60),
+])  # fmt: skip
+def test_large_pushes_stay_with_the_workers(text, num_workers, expected, monkeypatch):
+    for module in (memory, gathering):
+        monkeypatch.setattr(module, "WAITING_BYTES", P)
+    assert needs(text, adam, num_workers)["each server"] == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.parametrize(("text", "optimizer", "num_workers", "expected"), [
     ("allreduce()", momentum, 2, {"each worker": 4}),
     # a server: the model, and in 32 bits its shard, momentum and a widened push; a push and a reply as they travel
     ("sync()", momentum, 1, {"each server": 1 + 2 + 2 + 2 + 1 + 1, "each worker": 3}),
     # a worker: parameters, gradients, push and reply; masters, their gradients, Adam's moments and two temporaries
-    ("async(optimizer='worker')", adam, 2, {"each server": 1 + 2 + 2 + 2 + 4 + 1, "each worker": 4 + 4 + 4 + 4}),
+    ("async(optimizer='worker')", adam, 2, {"each server": 1 + 2 + 2 + 2 + 4 + 1 + 1, "each worker": 4 + 4 + 4 + 4}),
     # a peer: parameters and gradients; masters, their gradients and an update; what leaves and arrives
     ("decentralized()", sgd, 3, {"each worker": 2 + 4 + 2 + 1 + 2}),
 ])  # fmt: skip
@@ -77,6 +91,7 @@ def told_on(rank, left_bytes, monkeypatch, capsys):
     report, session = [], SimpleNamespace(runtime=runtime, strategy=strategy, device=torch.device("cpu"))
     session.roles = assign((0, 0, 1, 1), 1, "spread")
     session.report = SimpleNamespace(event=lambda name, **fields: report.append((name, *fields)))
+    session.overrides = SimpleNamespace(checkpoint_pause=False)
     module = nn.Linear(1000, 1000, bias=False)
     monkeypatch.setattr(memory, "available_bytes", lambda num_sharing: left_bytes / num_sharing)
     tell_memory(session, module, adam(module.parameters()))
@@ -84,9 +99,12 @@ def told_on(rank, left_bytes, monkeypatch, capsys):
 
 
 def test_a_node_that_has_less_than_its_ranks_need_is_warned_of(monkeypatch, capsys):
-    # beside the model that is there: on the first node a server's shard, moments and three pushes, and a worker's two
+    # beside the model that is there, on the first node: of a server its shard, moments, two pushes and a version, of a
+    # worker two
     report, warning = told_on(0, 8.1 * P, monkeypatch, capsys)
-    assert report == [("memory", "each server", "each worker", "not_counted")] and not warning
+    assert (
+        report == [("memory", "each server", "each worker", "checkpoint_copy", "not_counted")] and not warning
+    )
     _, warning = told_on(0, 7.9 * P, monkeypatch, capsys)
     assert (
         "warning: a: its 2 ranks will need 30.5 MiB more than they have, and 30.1 MiB can be had" in warning
@@ -104,5 +122,19 @@ def test_what_is_told_adds_up_and_fits_a_terminal():
         Messages(3, P, P),
     )
     lines = describe_memory(found, 2**28)
-    assert lines[0] == "memory      each server: 282.7 MiB"  # 256 MiB and 7 times 4 MB
+    assert lines[0] == "memory      each server: 278.9 MiB"  # 256 MiB and 6 times 4 MB
     assert "arriving pushes" in "".join(lines) and max(map(len, lines)) <= 80
+    # a server's shard and Adam's moments; of a worker's state nothing is in a checkpoint
+    assert "while a checkpoint is written: each server 11.4 MiB more" in "".join(lines)
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("allreduce()", {"each worker": 3}), ("decentralized()", {"each worker": 3}),
+    ("localsgd(period=2,outer=diloco())", {"each worker": 5}), ("async(servers=2)", {"each server": 1.5}),
+    ("async(optimizer='worker')", {"each server": 1, "each worker": 2}),
+])  # fmt: skip
+def test_a_checkpoint_is_a_copy_of_what_a_run_goes_on_from(text, expected):
+    module, strategy = nn.Sequential(nn.Linear(1000, 1000, bias=False)), parse(text, "strategy")
+    found = memory_needs(strategy, sizes_of(module, adam(module.parameters()), strategy), Messages(2, P, P))
+    copied = {need.who: need.checkpoint_bytes / P for need in found if need.checkpoint_bytes}
+    assert copied == pytest.approx(expected, rel=1e-3)

@@ -54,6 +54,10 @@ class FixedBuffer:
         """What there is to report of the numbers."""
         return {}
 
+    def join(self, pool: BufferPool) -> None:
+        """It goes to this pool when the last holder lets go."""
+        self._pool = pool
+
     def hold(self) -> FixedBuffer:
         """One holder more."""
         with self._count:
@@ -181,6 +185,13 @@ class BufferPool:
         self.numel, self.dtype, self.pin = numel, dtype, pin
         self.num_frames = 0
         self._free: list[FixedBuffer] = []
+
+    def adopt(self, wire_buffer: FixedBuffer) -> None:
+        """Use a buffer of somebody who needs it no more, and who is its only holder, if it is of this pool's kind."""
+        if (wire_buffer.body.numel(), wire_buffer.body.dtype) == (self.numel, self.dtype):
+            self.num_frames += 1
+            wire_buffer.join(self)
+            wire_buffer.release()
 
     def take(self) -> FixedBuffer:
         """A wire buffer with one holder; its contents are whatever was left in it."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Generator
 from typing import Any
 
 from mpitrain.effects import Effect, Now, Recv, Send
-from mpitrain.messages import Alive, AmongServers, Away, Lost, Message
+from mpitrain.messages import Alive, AmongServers, Announced, Away, Lost, Message, Push
 from mpitrain.roles.failure_detector.silence import SilenceTracker
 
 LOOK_EVERY_S = 0.5
@@ -28,11 +28,21 @@ class FailureDetector:
         tracker: the server's.
         is_lost: whether a worker is lost; its silence is nothing new.
         by_heartbeat: nobody else reports a death: whoever is overdue is lost, although nobody waits for it. Its
-            workers then say that they wait (`ServerProbe`), so every one of them owes signs of life at all times.
+            workers then say that they wait (`ServerProbe`), so every one of them owes signs of life at all times, and
+            no payload stays with its sender: signs that were sent behind it would not be heard.
+        upto: for whose payloads there is room, as in `Recv`.
     """
 
-    def __init__(self, tracker: SilenceTracker, is_lost: Callable[[int], bool], by_heartbeat: bool):
+    def __init__(
+        self,
+        tracker: SilenceTracker,
+        is_lost: Callable[[int], bool],
+        by_heartbeat: bool,
+        upto: Callable[[], int | None] = lambda: None,
+    ):
         self.tracker, self.is_lost, self.by_heartbeat = tracker, is_lost, by_heartbeat
+        self.announced: set[int] = set()  # who has pushed, and keeps the payload until there is room for it
+        self._upto = upto
         self.now_s = self._next_look_s = 0.0
         self.looks = not math.isinf(tracker.least_silence_s)  # whether time matters
         self._last_s: float | None = None
@@ -47,7 +57,8 @@ class FailureDetector:
         while self._overdue:
             if (worker := self._overdue.popleft()) in owing:
                 return worker, Lost(SILENT)
-        arrived = yield Recv(LOOK_EVERY_S if self.looks else None, "a message", owing)
+        upto = None if self.by_heartbeat else self._upto()
+        arrived = yield Recv(LOOK_EVERY_S if self.looks else None, "a message", owing, upto)
         if self.looks:
             self._tick((yield Now()))
         if arrived is None:
@@ -61,6 +72,11 @@ class FailureDetector:
             return source, message
         if self.looks and not isinstance(message, Lost) and not self.is_lost(source):
             self.tracker.heard(source, self.now_s)
+        if isinstance(message, Announced):
+            self.announced.add(source)
+            return None
+        if self.announced and isinstance(message, Push | Lost):
+            self.announced.discard(source)
         if isinstance(message, Away):
             self.tracker.goes_away(source, message.for_part)
             return None

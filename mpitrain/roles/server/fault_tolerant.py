@@ -86,8 +86,8 @@ class FaultTolerantServer(Server):
         self.delivered: dict[str, Any] = {}  # what the worker that delivered has reported
         self.validator = min(self.workers)
         self.tracker = SilenceTracker(floor_s)
-        self.detector = FailureDetector(self.tracker, self.table.is_lost, by_heartbeat)
-        self.units = ValidationUnits(lambda: self.table.who(*MAY_HELP))
+        self.detector = FailureDetector(self.tracker, self.table.is_lost, by_heartbeat, self._upto)
+        self.units = ValidationUnits(lambda: self.table.who(*MAY_HELP) | self.detector.announced)
         self._answers |= {
             Idle: self._on_idle,
             FinalRequest: self._on_final,
@@ -339,7 +339,7 @@ class FaultTolerantServer(Server):
     def _look_for_silence(self, now_s: float) -> Steps:
         """Whoever still works while all others wait, or have left, and has been silent for too long is given up."""
         present, blocked = self.table.present, self.table.blocked
-        waiting = self.table.standby | blocked | self.table.joining
+        waiting = self.table.standby | blocked | self.table.joining | (self.detector.announced & present)
         waiting |= {worker for worker in present if self.tracker.waits(worker, now_s)}
         working = present - waiting
         others = waiting or len(present) + self.table.num_lost < len(self.workers)

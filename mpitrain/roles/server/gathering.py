@@ -2,7 +2,9 @@
 
 Invariants: they are added in rank order, never in order of arrival, so the bits depend on the set of gradients
 alone; those that wait for their turn are counted at their peak. What one more gradient costs does not grow with the
-number of workers (but for the logarithm of those that wait).
+number of workers (but for the logarithm of those that wait). Where it is known who contributes, those wait here whose
+turn is near, and the payloads of all others stay with their senders: the one whose turn is next is always let in, so
+nobody waits for a gradient that waits for room.
 """
 
 from __future__ import annotations
@@ -12,7 +14,16 @@ import math
 from collections.abc import Set
 from typing import Any
 
+from mpitrain.messages import Payload
 from mpitrain.roles.protocols import Store
+
+MOST_WAITING = 256  # gradients for whose turn there is room
+WAITING_BYTES = 128 << 20  # of gradients that wait, where they are large
+
+
+def num_waiting(push_bytes: float) -> int:
+    """How many gradients of so many bytes there is room for, the one included whose turn it is."""
+    return max(2, min(MOST_WAITING, int(WAITING_BYTES // max(1.0, push_bytes))))
 
 
 class Gathering:
@@ -28,6 +39,7 @@ class Gathering:
         # Who contributes, in order, as of a version; before so many of them nobody is missing.
         self._due: list[int] = []
         self._version, self._num_passed = -1, 0
+        self._largest_bytes = 0  # of a push so far
         self._added: set[int] = set()  # workers whose gradients are in the store
         self._without: set[int] = set()  # workers that have pushed nothing to add
 
@@ -37,9 +49,10 @@ class Gathering:
         return not self._pending and not self._added
 
     def take_gradient(
-        self, worker: int, step: int, payload: object, weight: float, share: float = 1.0, options: str = ""
+        self, worker: int, step: int, payload: Payload, weight: float, share: float = 1.0, options: str = ""
     ) -> None:
         """One more gradient; `options`: what came with it of the optimizer's."""
+        self._largest_bytes = max(self._largest_bytes, payload.num_bytes)
         if (worker, step) not in self._pending:
             heapq.heappush(self._waiting, (worker, step))
         self._pending[worker, step] = (payload, weight, share, options)
@@ -55,10 +68,23 @@ class Gathering:
         contribute to this update, None where that is not known. Another `version` comes with other workers."""
         if due is None:
             return
-        if version != self._version:
-            self._version, self._due, self._num_passed = version, sorted(due), 0
+        self._follow(due, version)
         while self._waiting and self._next_due() >= self._waiting[0][0]:
             self._add_first()
+
+    def upto(self, due: Set[int] | None, version: int) -> int | None:
+        """The highest rank for whose gradient there is room before its turn; None: for all. Arguments as above."""
+        room = num_waiting(self._largest_bytes)
+        if due is None or len(due) <= room:
+            return None
+        self._follow(due, version)
+        self._next_due()
+        last = self._num_passed + room - 1
+        return self._due[last] if last < len(self._due) else None
+
+    def _follow(self, due: Set[int], version: int) -> None:
+        if version != self._version:
+            self._version, self._due, self._num_passed = version, sorted(due), 0
 
     def _next_due(self) -> float:
         """The first of the workers that contribute and have pushed nothing yet."""

@@ -173,7 +173,13 @@ class ClippingServer(FaultTolerantServer):
         self.exchange = NormExchange(others)
         self.leads = self.leases.dealer is not None
         self.detector = self._listener = _Listener(
-            self.exchange, self._before_listening, self.leads, self.tracker, self.table.is_lost, by_heartbeat
+            self.exchange,
+            self._before_listening,
+            self.leads,
+            self.tracker,
+            self.table.is_lost,
+            by_heartbeat,
+            self._upto,
         )
         self._has_ended = False
 

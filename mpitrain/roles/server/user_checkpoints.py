@@ -41,6 +41,10 @@ class SavingServer(FaultTolerantServer):
         self.table[worker].save = SaveRequest(message.at, message.text)
         yield from ()
 
+    def _upto(self) -> int | None:
+        """For all while somebody saves: the others are let go when all of them have pushed."""
+        return None if self.table.any_in(WorkerState.SAVING) else super()._upto()
+
     def _take(self, source: int, message: Message) -> Steps:
         yield from super()._take(source, message)
         yield from self._look_who_has_come()

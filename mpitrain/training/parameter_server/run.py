@@ -28,7 +28,7 @@ from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.optimizers.step_hooks import StepHooks
 from mpitrain.model.replicas.hybrid_replica import HybridReplica
 from mpitrain.model.shards.tabled_shard import TabledStore
-from mpitrain.model.wire.buffers import VariableBuffer
+from mpitrain.model.wire.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.wire.flat import Layout, make_layout
 from mpitrain.model.wire.node_sums import ByteBuffers
 from mpitrain.roles import Duties, Server, Worker
@@ -37,6 +37,7 @@ from mpitrain.roles.failure_detector.silence import MID_SILENCE_S
 from mpitrain.roles.failure_detector.worker_side import report_failure
 from mpitrain.roles.replay import record, recording
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
+from mpitrain.roles.server.gathering import WAITING_BYTES
 from mpitrain.roles.server.resharding import num_row_pieces, processed_by, reshard_role
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.schedules import Pace
@@ -178,6 +179,7 @@ def _serve(
     runtime, roles, strategy, model = session.runtime, session.roles, builder.strategy, builder.model
     shard = roles.servers.index(runtime.rank)
     store = attempt(runtime, lambda: builder.store(shard, optimizer))
+    store.arrivals.adopt(model.wire_buffers[shard])  # the parameters live in the store from here on
     num_pushes = math.ceil(session.total_samples() / (session.job.step_samples * strategy.push_every))
     meter = Meter(session.report, num_warmup(num_pushes))
     own = _workers_hold_their_own(builder, optimizer)
@@ -206,8 +208,13 @@ def _serve(
     peers = (*roles.workers, *builder.others_of(shard))
     with recording(session.run_dir, shard) as order:
         counts = run_role(
-            session, peers, buffer_for, record(role, order), ends=Ends(may_die, answer_late=server.turn_away)
-        )
+            session, peers, buffer_for, record(role, order), ends=Ends(may_die, answer_late=server.turn_away),
+            room_bytes=WAITING_BYTES,
+        )  # fmt: skip
+    trained = store.read(runtime.rank, full=True)
+    assert isinstance(trained, FixedBuffer), "whole"
+    model.install(shard, trained)
+    trained.release()
     # one whose gradients were not finite has left in order
     runtime.evicted.update(int(rank) for rank, how in counts["lost"].items() if how != NOT_FINITE)
     counts["lost"] |= {str(rank): "died" for rank in runtime.evicted & runtime.dead()}
@@ -421,6 +428,7 @@ def heartbeat_s(session: Session) -> float:
 def run_role(
     session: Session, peers: tuple[int, ...], buffer_for: Any, role: Role,
     computer: Executor | None = None, workers_sum: Any = None, ends: Ends = Ends(),  # noqa: B008 - frozen
+    room_bytes: float = math.inf,
 ) -> Any:  # fmt: skip
     """Run `role` among `peers` and return what it returned; the arguments are those of `MpiWorld`;
     `workers_sum`: of a role that all-reduces. Peers behind an aggregator are reached through it.
@@ -443,6 +451,7 @@ def run_role(
         ends=ends._replace(leave_s=timeout_s or None),
         reduce=workers_sum,
         begin=workers_sum.begin if workers_sum is not None else None,
+        room_bytes=room_bytes,
     )
     session.end_listening = world.close
     try:
