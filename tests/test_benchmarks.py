@@ -407,6 +407,7 @@ def toy(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(evidence.rows, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(evidence, "changed_files", list)
+    monkeypatch.setattr(evidence, "LOCK", tmp_path / "lock")
     evidence.rows.forget()
     yield evidence
     evidence.rows.forget()
@@ -463,6 +464,9 @@ def test_evidence_stops_before_a_command_where_no_row_could_be_recorded(toy, mon
     monkeypatch.setattr(toy, "changed_files", lambda: ["code.py"])
     (told,) = toy.record(found, 60, 0, under_load=True)
     assert "code.py differ from commit" in told
+    with toy.alone(toy.LOCK) as is_alone:
+        (told,) = toy.record(found, 60, 0, under_load=True)
+        assert is_alone and told.startswith("another run records on this machine")
     loads, slept = iter([99.0, 99.0, 0.0]), []
     assert toy.quiet(60, lambda: next(loads), slept.append) and len(slept) == 2
     assert not toy.quiet(5, lambda: 99.0, slept.append) and len(slept) == 3

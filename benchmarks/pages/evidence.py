@@ -5,7 +5,8 @@
 
 Invariants: the state is the rows themselves. A command is due while a setting that it measures has no row, or shows one
 that `freshness.py` calls stale or, without `--under-load`, one that was taken under load; what has been recorded is not
-run again, whoever stopped the run before. Before each command the tree has to be its commit and the machine quiet. A
+run again, whoever stopped the run before. Before each command the tree has to be its commit and the machine quiet; and
+one run at a time records on a machine, whatever checkout it belongs to: two would measure each other. A
 command that fails is named, and the next one runs. At the end rows that have been measured anew move to
 `results/earlier`, the pages are made anew, and each figure that changed is printed beside what it was. What takes
 hours, root or a GPU (`campaign` of a program) is listed, and never run.
@@ -14,13 +15,16 @@ hours, root or a GPU (`campaign` of a program) is listed, and never run.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import math
 import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +36,7 @@ from measuring.measurement import ROOT, Command, declared, program_of
 from pages import earlier, freshness, rows
 
 Figures = dict[tuple[str, str, str], tuple[float | None, float, float]]
+LOCK = Path(tempfile.gettempdir()) / f"mpitrain-evidence-{os.getuid()}.lock"
 
 
 @dataclass(frozen=True)
@@ -152,8 +157,28 @@ def campaigns(names: Iterable[str]) -> str:
     return "\n".join(["Campaigns, which are run on their own:", *lines]) if lines else ""
 
 
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[bool]:
+    """Whether no other run records while this block does; `path`: of the file that stands for the machine."""
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
 def record(found: Sequence[Piece], minutes: float, wait_s: float, under_load: bool) -> list[str]:
-    """Run what is due within a budget; what went wrong."""
+    """Run what is due within a budget, alone on the machine; what went wrong."""
+    with alone(LOCK) as is_alone:
+        if not is_alone:
+            return [f"another run records on this machine (it holds {LOCK}): wait for its end"]
+        return record_due(found, minutes, wait_s, under_load)
+
+
+def record_due(found: Sequence[Piece], minutes: float, wait_s: float, under_load: bool) -> list[str]:
+    """As `record`."""
     ends_s, wrong = time.monotonic() + 60 * minutes, []
     for piece in [piece for piece in found if piece.why]:
         line = piece.command.line
