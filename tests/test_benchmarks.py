@@ -21,6 +21,7 @@ BENCHMARKS = {
     "guard_cost": (2, ["--rounds", "1", "--block", "1", "--model", "transformer"]),
     "large": (2, ["--rounds", "1", "--width", "300"]),
     "loaded": (2, ["--rounds", "1", "--steps", "2", "--busy", "1"]),
+    "gathering": (1, ["--rounds", "1", "--sizes", "10", "300", "--pushes", "900"]),
     "packing": (2, ["--rounds", "1", "--megabytes", "1"]),
     "codec_cost": (1, ["--numbers", "50000", "--settle", "2", "--rounds", "2"]),
     "rates": (1, ["--workers", "8", "--seeds", "1", "--epochs", "1", "--rounds", "1", "--speeds", "unequal"]),
@@ -722,6 +723,11 @@ def check_stragglers(out, rows):
         # the same sleep for every batch of the slow worker, whoever it works for; it does about a fourth of all
         seconds = float(row["inject"].split("seconds=")[1].rstrip(")"))
         assert 0 < only["slept_s"] == pytest.approx(seconds * only["accepted"] / 4, rel=0.1)
+
+
+def check_gathering(out, rows):
+    few, many = (one["waiting"] for one in rows[-1]["sizes"])
+    assert few <= 10 < many <= 256
 
 
 CHECKS = {name: globals()[f"check_{name}"] for name in BENCHMARKS}

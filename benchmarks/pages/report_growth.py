@@ -166,7 +166,20 @@ def _not_counted(run: Row, row: Row) -> str:
     return f"not counted: {carried:.1f} Gbit/s, of which its own node's workers are a part"
 
 
+def gathering() -> str:
+    row = one("gathering")
+    first = row["sizes"][0]["workers"]
+    body = [
+        (f"{of['workers']:,}", f"{of['push_us']:.1f}", "{:.2f} ({:.2f} to {:.2f})".format(*of["ratio"]),
+         f"{of['waiting']:,}")
+        for of in row["sizes"]
+    ]  # fmt: skip
+    head = ("workers", "CPU us a push", f"of that among {first}", "gradients waiting at most")
+    return "\n\n".join([table(head, *body), origin(row)])
+
+
 PROGRAMS: dict[str, Callable[[], str]] = {
     "growth": growth,
     "aggregation": aggregation,
+    "gathering": gathering,
 }

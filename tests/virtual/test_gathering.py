@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpitrain.roles import FaultTolerantServer
 from mpitrain.roles.server import gathering as gathering_module
 from mpitrain.roles.server.gathering import Gathering, num_waiting
 from mpitrain.strategies import SoftSync, Sync
@@ -158,6 +159,15 @@ def test_payloads_that_stay_with_their_senders_change_no_number(strategy, monkey
     assert [trace.store.path for trace in bound.traces] == [trace.store.path for trace in free.traces]
     assert free.counts["max_pending"] > 2 >= bound.counts["max_pending"]
     assert bound.counts["samples_accepted"] == free.counts["samples_accepted"] == 280
+
+
+def test_a_payload_that_stays_costs_no_look_at_all_workers(monkeypatch):
+    looks = []
+    monkeypatch.setattr(gathering_module, "MOST_WAITING", 2)
+    monkeypatch.setattr(
+        FaultTolerantServer, "_look_for_silence", lambda server, now_s: iter(looks.append(now_s) or ())
+    )
+    assert play(Sync(), 7, num_samples=70, compute=Exponential()).counts["max_pending"] == 2 and not looks
 
 
 @pytest.mark.parametrize("worker", [0, 3])

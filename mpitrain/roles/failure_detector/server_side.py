@@ -57,10 +57,7 @@ class FailureDetector:
         while self._overdue:
             if (worker := self._overdue.popleft()) in owing:
                 return worker, Lost(SILENT)
-        upto = None if self.by_heartbeat else self._upto()
-        arrived = yield Recv(LOOK_EVERY_S if self.looks else None, "a message", owing, upto)
-        if self.looks:
-            self._tick((yield Now()))
+        arrived = yield from self._receive(owing)
         if arrived is None:
             return None
         source, message = arrived
@@ -72,15 +69,26 @@ class FailureDetector:
             return source, message
         if self.looks and not isinstance(message, Lost) and not self.is_lost(source):
             self.tracker.heard(source, self.now_s)
-        if isinstance(message, Announced):
-            self.announced.add(source)
-            return None
         if self.announced and isinstance(message, Push | Lost):
             self.announced.discard(source)
         if isinstance(message, Away):
             self.tracker.goes_away(source, message.for_part)
             return None
         return source, message
+
+    def _receive(self, owing: Collection[int]) -> Generator[Effect, Any, tuple[int, Message] | None]:
+        """The next message but for announced pushes, which are noted; None after a while without one."""
+        while True:
+            upto = None if self.by_heartbeat else self._upto()
+            timeout_s = LOOK_EVERY_S if self.looks else None
+            arrived: tuple[int, Message] | None = yield Recv(timeout_s, "a message", owing, upto)
+            if self.looks:
+                self._tick((yield Now()))
+            if arrived is None or type(arrived[1]) is not Announced:
+                return arrived
+            self.announced.add(arrived[0])
+            if self.looks and not self.is_lost(arrived[0]):
+                self.tracker.heard(arrived[0], self.now_s)
 
     def _look(self, owing: Collection[int], away_s: float) -> None:
         if self.by_heartbeat and self.now_s >= self._next_look_s:

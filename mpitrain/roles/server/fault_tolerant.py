@@ -44,7 +44,7 @@ from mpitrain.messages import (
     Wake,
     payload_of,
 )
-from mpitrain.roles.failure_detector.server_side import SILENT, FailureDetector
+from mpitrain.roles.failure_detector.server_side import LOOK_EVERY_S, SILENT, FailureDetector
 from mpitrain.roles.failure_detector.silence import AWAY_SILENCE_S, SilenceTracker
 from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.server.server import Server, Steps
@@ -96,6 +96,7 @@ class FaultTolerantServer(Server):
             **dict.fromkeys(OF_VALIDATIONS, self.units.take_message),
         }
         self._alone_since_s: float | None = None
+        self._next_look_s = 0.0
 
     def run(self) -> Role:
         """Serve until every worker has left, or is lost; returns the shard's counts."""
@@ -118,7 +119,11 @@ class FaultTolerantServer(Server):
         while self.table.present or self._lingers():
             arrived = yield from self.detector.listen(self._owing())
             if arrived is None:
-                yield from self._look_for_silence(self.detector.now_s)
+                if (
+                    self.detector.now_s >= self._next_look_s
+                ):  # a look goes through all workers; signs of life are many
+                    self._next_look_s = self.detector.now_s + LOOK_EVERY_S / 2
+                    yield from self._look_for_silence(self.detector.now_s)
             elif arrived[0] not in self.table:
                 return arrived
             elif isinstance(arrived[1], Lost):
