@@ -32,6 +32,8 @@
 #                           (options: make evidence ARGS="--dry-run", ARGS="--minutes 60", ARGS="--only reader sparse")
 #   make hostile            read files made to do harm, and good ones with random damage, some minutes
 #                                                                    (options: make hostile ARGS="--seeds 50 --record")
+#   make seeds              run servers and workers in virtual time, one drawn course a seed, for 8 hours, in pieces
+#                                                                    (options: make seeds ARGS="--minutes 60", ARGS="--only 7")
 #   make mutants            plant 200 small faults, one at a time, and count those that the tests see; hours, in pieces
 #                                                                    (options: make mutants ARGS="--minutes 60 --jobs 2")
 #   make price              count what a feature costs: files, questions, parameters, lines of code
@@ -64,7 +66,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help opponents evidence-check train test test-oldest test-matrix test-mpich test-intel test-torch clients gpu gpu-rows tables pairs extended coverage chaos hostile mutants price docs pages site slurm lint lint-style lint-types lint-duplicates format clean
+.PHONY: help opponents evidence-check train test test-oldest test-matrix test-mpich test-intel test-torch clients gpu gpu-rows tables pairs extended coverage chaos hostile mutants seeds price docs pages site slurm lint lint-style lint-types lint-duplicates format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -184,6 +186,9 @@ evidence: $(VENV)/.installed-test
 
 hostile: $(VENV)/.installed-test
 	$(VENV)/bin/python -m tests.hostile.campaign $(ARGS)
+
+seeds: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.seeds.campaign $(ARGS)
 
 mutants: $(VENV)/.installed-test
 	$(VENV)/bin/python -m tests.mutants.campaign $(ARGS)
