@@ -18,6 +18,7 @@ from tests.ranks import ROOT, find_mpi, run_plain, run_ranks
 from tests.sampling import sampled
 
 BENCHMARKS = {
+    "beside_checkpoint": (2, ["--rounds", "1", "--width", "300"]),
     "guard_cost": (2, ["--rounds", "1", "--block", "1", "--model", "transformer"]),
     "large": (2, ["--rounds", "1", "--width", "300"]),
     "loaded": (2, ["--rounds", "1", "--steps", "2", "--busy", "1"]),
@@ -723,6 +724,15 @@ def check_stragglers(out, rows):
         # the same sleep for every batch of the slow worker, whoever it works for; it does about a fourth of all
         seconds = float(row["inject"].split("seconds=")[1].rstrip(")"))
         assert 0 < only["slept_s"] == pytest.approx(seconds * only["accepted"] / 4, rel=0.1)
+
+
+def check_beside_checkpoint(out, rows):
+    (row,) = rows
+    assert (
+        len(row["step_ratio"]) == len(row["save_ratio"]) == 3
+        and row["num_beside"][0] > 0
+        and "torch.save" in out
+    )
 
 
 def check_gathering(out, rows):

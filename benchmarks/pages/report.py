@@ -21,6 +21,7 @@ from pages import (
     report_growth,
     report_jobs,
     report_literature,
+    report_memory,
     report_models,
     report_opponents,
     report_virtual,
@@ -223,19 +224,6 @@ def averaging() -> str:
     return table(head, *body) + "\n\n" + origin(*found.values())
 
 
-def large() -> str:
-    found = newest("large", "pages", "ranks")
-    head = ("196 MB of parameters", "ranks", "pages", "ms", "ratio (95 %)", "page faults")
-    body = []
-    for (pages, ranks), row in found.items():
-        ratios = {way: f"{spread(ratio)} of gloo" for way, ratio in row["step_ratio"].items()}
-        ratios["localsgd"] = f"{spread(row['averaging_ratio'])} of bare"
-        for way, milliseconds in row["median_ms"].items():
-            faults = f"{row['faults'][way]:,.0f}"
-            body.append((way, str(ranks), pages, f"{milliseconds:.1f}", ratios.get(way, ""), faults))
-    return table(head, *body) + "\n\n" + origin(*found.values())
-
-
 def splitting() -> str:
     row = one("splitting")
     head = ("way", "samples/s", "ratio to one process (95 %)", "idle by stage", "bubble")
@@ -247,33 +235,6 @@ def splitting() -> str:
     told = f"`jobs/charnn.py`, {row['num_parameters'] / 1e6:.1f} million parameters, 2 ranks. "
     told += "**Splitting does not pay where the model fits.**"
     return table(head, *body) + f"\n\n{told}\n\n" + origin(row)
-
-
-def memory() -> str:
-    row = one("memory")
-    head = ("strategy", "end", "most beyond its size before, MB", "when it went on, MB", "s")
-    body = [
-        (f"`{way}`", found["end"],
-         *(f"{max(found[key]) / 1e6:.0f}" if found[key] else "" for key in ("more", "resumed_more")),
-         f"{found['seconds']:.0f}")
-        for way, found in row["ways"].items()
-    ]  # fmt: skip
-    millions, needed, allowed = (row[key] / 1e6 for key in ("num_parameters", "needed", "allowed"))
-    told = f"{row['ranks']} ranks, {millions:.0f} million parameters: with gradients and Adam's state "
-    told += f"{needed:,.0f} MB, of which a rank may use {allowed:.0f} MB beyond its size before the model is built. "
-    told += "Checkpoints, the saved model and a second launch from a checkpoint are included."
-    return table(head, *body) + f"\n\n{told}\n\n" + origin(row)
-
-
-def memory_told() -> str:
-    rows = [*newest("memory_told", "layers", "optimizer").values()]
-    head = ("layers", "optimizer", "strategy", "rank", "told, MB", "measured, MB", "told / measured")
-    body = [
-        (f"{row['layers']}", row["optimizer"], f"`{way}`", kind, f"{one['told'] / 1e6:.0f}",
-         f"{one['measured'] / 1e6:.0f}", f"{one['told'] / one['measured']:.2f}")
-        for row in rows for way, kinds in row["ways"].items() for kind, one in kinds.items()
-    ]  # fmt: skip
-    return table(head, *body) + "\n\n" + origin(*rows)
 
 
 def reader() -> str:
@@ -630,10 +591,7 @@ PROGRAMS: dict[str, Callable[[], str]] = {
     "sparse": sparse,
     "tables": tables,
     "averaging": averaging,
-    "large": large,
     "splitting": splitting,
-    "memory": memory,
-    "memory_told": memory_told,
     "stragglers": stragglers,
     "rates": rates,
     "reader": reader,
@@ -647,6 +605,7 @@ PROGRAMS: dict[str, Callable[[], str]] = {
     "other_mpi": other_mpi,
     "hostile": hostile,
     **report_growth.PROGRAMS,
+    **report_memory.PROGRAMS,
     **report_virtual.PROGRAMS,
     **report_models.PROGRAMS,
     **report_jobs.PROGRAMS,
