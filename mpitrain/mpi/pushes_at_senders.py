@@ -16,7 +16,7 @@ import time
 from collections.abc import Hashable
 from typing import Any
 
-PATIENCE_S, SLOWEST_BYTES_PER_S = 1.0, 100e6  # how long a payload may be under way, and count
+PATIENCE_S, SLOWEST_BYTES_PER_S = 5.0, 100e6  # how long a payload may be under way, and count
 
 
 class UnderWay:

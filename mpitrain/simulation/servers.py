@@ -161,7 +161,7 @@ class _Simulation(VirtualRun):
             floor_s = None if self.silence and not self.roles.aggregators else math.inf
             stores = [builder.store(shard, optimizer) for shard in range(len(self.roles.servers))]
             writers = self._writers(optimizer, module)
-            servers = [
+            self._servers = servers = [
                 builder.server(
                     shard,
                     stores[shard],
@@ -171,7 +171,7 @@ class _Simulation(VirtualRun):
                 )
                 for shard, rank in enumerate(self.roles.servers)
             ]
-            self._servers = servers
+            world.answer_late = dict(zip(self.roles.servers, [one.turn_away for one in servers], strict=True))
             replicas = {rank: self._replica(builder, rank, reader) for rank in self.roles.workers}
             roles = {
                 rank: self._bundled(rank, self._in_order(shard, servers[shard].run()))

@@ -172,6 +172,7 @@ class _Timing:
             self._server(strategy, ranks, shard, stores[shard], writers.get(rank))
             for shard, rank in enumerate(ranks.servers)
         ]
+        self.world.answer_late = dict(zip(ranks.servers, [one.turn_away for one in servers], strict=True))
         roles = {
             rank: bundled(server.run(), rank, ranks.routes(rank), serves=True)
             for rank, server in zip(ranks.servers, servers, strict=True)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from mpitrain.effects import Compute, Effect
 from mpitrain.messages import Message, payload_bytes, pushes_of
 from mpitrain.system.trace import COMMUNICATION, COMPUTE, KINDS, OTHER, WAIT, Event, Trace, active
 
@@ -37,6 +38,19 @@ class VirtualTrace(Trace):
         """As `begin_step`, for this rank."""
         with active(self):
             self.begin_step(number)
+
+    def send_on(self, send: Callable[[Any], Effect], answer: object) -> Effect:
+        """The next effect of a role, which goes on with this answer."""
+        self.resume(answer)
+        with active(self):
+            return send(answer)
+
+    def carry_out(self, effect: Compute, took_s: float) -> Any:
+        """The result of a task; `took_s`: seconds that it will have taken, where it is no gradient."""
+        if effect.what != "gradient":
+            return self.run(effect.what, effect.task, took_s)
+        self.step(effect.step)
+        return self.compute(effect.task)
 
     def run(self, what: str, task: Callable[[], Any], took_s: float = 0.0) -> Any:
         """Run a task that takes so much virtual time from now on; returns its result."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from mpitrain.effects import (
@@ -29,6 +29,7 @@ from mpitrain.effects import (
     Role,
     Send,
     Sleep,
+    drive,
 )
 from mpitrain.errors import DeadlockError, LostRankError, WireError
 from mpitrain.messages import (
@@ -44,7 +45,7 @@ from mpitrain.messages import (
     release,
 )
 from mpitrain.system import interrupts
-from mpitrain.system.trace import COMMUNICATION, active
+from mpitrain.system.trace import COMMUNICATION
 from mpitrain.virtual.all_reduces import AllReduces
 from mpitrain.virtual.compute import ComputeLaw, WorkerTimes
 from mpitrain.virtual.deadlocks import Waits, deadlock
@@ -56,6 +57,7 @@ from mpitrain.virtual.pushes_at_senders import PushesAtSenders
 from mpitrain.virtual.rendezvous import Clear, Header, Rendezvous
 from mpitrain.virtual.traces import VirtualTrace
 
+AnswerLate = Callable[[int, Any], Role]
 DEADLY = ("kill", "segv", "raise")  # the others of `--inject` fall silent
 MOST_LOOKS = 100_000  # of those who wait, while nothing happens but that somebody is silent
 _CHANGES_NOTHING = Alive | Assist | Measured  # of what a worker computes
@@ -129,7 +131,10 @@ class VirtualWorld:
         self._all_reduces: AllReduces | None = None
         self._heap: list[tuple[float, int, Any, Any]] = []
         self._serial = 0
-        self._forgotten: set[int] = set()  # given up by somebody: nobody answers them any more
+        self._forgotten: set[int] = set()  # given up by somebody
+        self.answer_late: dict[
+            int, AnswerLate
+        ] = {}  # by rank: what answers those after its role's end, as `Ends` has it
         self._num_pending = 0  # events other than deadlines
         self._processes: dict[int, _Process] = {}
 
@@ -254,6 +259,9 @@ class VirtualWorld:
     def _deliver(self, process: _Process, message: tuple[int, Any]) -> None:
         if type(message[1]) is _Torn:
             raise WireError(f"payload of rank {message[0]} is torn: its stamps differ")
+        if process.finished:
+            self._answer_late(process, [message])
+            return
         process.inbox.append(message)
         if process.waiting:
             process.waiting = False
@@ -272,11 +280,11 @@ class VirtualWorld:
         trace, send = process.trace, process.role.send
         while True:
             try:
-                effect: Effect = send(answer) if trace is None else _send_on(trace, send, answer)
+                effect: Effect = send(answer) if trace is None else trace.send_on(send, answer)
             except StopIteration as end:
-                process.finished, process.result = True, end.value
+                process.finished, process.result, self.ended_s[process.rank] = True, end.value, self.now_s
                 self._drive(process)
-                self.ended_s[process.rank] = self.now_s
+                self._answer_late(process, process.inbox)
                 if trace is not None:
                     trace.write()
                 return
@@ -328,6 +336,14 @@ class VirtualWorld:
             elif type(effect) is not Begin:
                 raise AssertionError(f"rank {process.rank} yielded {effect!r}, which is no effect")
 
+    def _answer_late(self, process: _Process, messages: Iterable[tuple[int, Any]]) -> None:
+        """Of a rank whose role is over, to those that were given up and speak all the same."""
+        if (answer := self.answer_late.get(process.rank)) is None:
+            return
+        for source, message in messages:
+            if source in self._forgotten:
+                drive(answer(source, message), lambda effect: self._send(process.rank, effect))
+
     def _wait(self, process: _Process, effect: Recv) -> None:
         """Nothing is here: the rank goes on when a message is, or its time is up."""
         process.waiting = True
@@ -362,7 +378,7 @@ class VirtualWorld:
     def _compute(self, process: _Process, effect: Compute) -> Any:
         """Carry out a task; returns its result at once where it takes no time."""
         took_s = self.charge(process.rank, effect)
-        result = effect.task() if process.trace is None else _carry_out(process.trace, effect, took_s)
+        result = effect.task() if process.trace is None else process.trace.carry_out(effect, took_s)
         is_gradient = effect.what == "gradient"
         if is_gradient:
             drawn_s = self._draw(process)
@@ -439,24 +455,9 @@ class VirtualWorld:
         return process.times.next()
 
 
-def _send_on(trace: VirtualTrace, send: Callable[[Any], Effect], answer: object) -> Effect:
-    """The next effect of a role whose spans are recorded."""
-    trace.resume(answer)
-    with active(trace):
-        return send(answer)
-
-
 def _free(rank: int, effect: Compute) -> float:
     """Nothing is charged."""
     return 0.0
-
-
-def _carry_out(trace: VirtualTrace, effect: Compute, took_s: float) -> Any:
-    """The result of a task; `took_s`: seconds that it will have taken, where it is no gradient."""
-    if effect.what != "gradient":
-        return trace.run(effect.what, effect.task, took_s)
-    trace.step(effect.step)
-    return trace.compute(effect.task)
 
 
 def _throw_away(event: object) -> None:

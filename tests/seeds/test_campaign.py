@@ -12,6 +12,7 @@ from tests.seeds.campaign import failure_of, shrunk
 from tests.seeds.draw import Course, Start, draw
 
 SEEDS = range(120)
+FAILED_ONCE = (1407, 2545, 2673)  # and what they found has been mended
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,8 @@ def window(monkeypatch):
 
 @pytest.mark.parametrize("block", range(4))
 def test_a_fixed_list_of_seeds_passes(block):
-    assert [(seed, why) for seed in SEEDS[block::4] if (why := failure_of(draw(seed)))] == []
+    seeds = [*SEEDS, *FAILED_ONCE][block::4]
+    assert [(seed, why) for seed in seeds if (why := failure_of(draw(seed)))] == []
 
 
 def test_a_course_is_drawn_from_its_seed_alone_and_prints_as_what_makes_it():

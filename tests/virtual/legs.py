@@ -174,6 +174,7 @@ def run(
             text, (store.value, rows) = resume[shard]
             store.rows = Counter(rows)
             server.restore(json.loads(text))
+        world.answer_late[shard] = server.turn_away
         servers.append(server)
         stores.append(store)
         processes[shard] = server.run()

@@ -97,6 +97,7 @@ class FaultTolerantServer(Server):
         }
         self._alone_since_s: float | None = None
         self._next_look_s = 0.0
+        self._has_served = False
 
     def run(self) -> Role:
         """Serve until every worker has left, or is lost; returns the shard's counts."""
@@ -113,6 +114,7 @@ class FaultTolerantServer(Server):
         for worker, how in self.table.lost.items():
             if how != NOT_FINITE and (self.delivers or worker not in self.table.who(*WANTING_FINAL)):
                 yield Forget(worker, listen=how == SILENT)
+        self._has_served = True
         return self.summary()
 
     def _next(self) -> Generator[Any, Any, tuple[int, Message] | None]:
@@ -252,6 +254,8 @@ class FaultTolerantServer(Server):
             yield Send(worker, Wake(stop=True))
         elif self.owes_final(worker, message):
             self._enter(worker, WorkerEvent.ASK_FINAL, message)
+            if self._has_served:
+                yield from self.send_final(worker)
         elif isinstance(message, Leave):
             yield from self._on_leave(worker, message)
 

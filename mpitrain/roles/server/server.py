@@ -211,13 +211,11 @@ class Server:
             share = self.leases.share(message.share)
             self.gathering.take_gradient(worker, message.step, payload, weight, share, message.options)
             record.pending_difference = self.strategy.elastic
-            self.gathering.add_in_turn(
-                self.strategy.contributors(self.table.active), self.table.active_version
-            )
         else:
             payload.release()
             if verdict.weight > 0:
                 self.gathering.pass_over(worker)
+        self.gathering.add_in_turn(self.strategy.contributors(self.table.active), self.table.active_version)
         yield from self._carry_out(verdict)
         if self.failure or self.checkpoints.ended:
             yield from self._send_off()
