@@ -28,7 +28,7 @@ from mpitrain.system.launched import time_limit
 from mpitrain.system.looking import only_looking
 
 MAX_FAILURES = 3
-RESTS = 3  # times as long as it has computed, so that of its core it takes a fourth
+RESTS = 7  # times as long as it has computed, so that of its core it takes an eighth
 
 
 @dataclass(frozen=True)

@@ -429,13 +429,13 @@ def test_killed_at_any_instant_of_writing_a_complete_one_is_there(tmp_path):
             assert bool((read_part(found.folder, name)["x"] == float(found.checkpoint_at)).all())
 
 
-def test_the_writer_leaves_three_fourths_of_its_core_to_the_training(monkeypatch):
+def test_the_writer_leaves_seven_eighths_of_its_core_to_the_training(monkeypatch):
     now_s, slept_s = iter([0.0, 2.0, 2.0, 3.0, 3.0]), []
     monkeypatch.setattr(background_writer.time, "thread_time", lambda: next(now_s))
     rests = background_writer.Rests(SimpleNamespace(wait=slept_s.append))
     rests.take()
     rests.take()
-    assert slept_s == [6.0, 3.0]
+    assert slept_s == [14.0, 7.0]
 
 
 def test_who_waits_for_a_write_ends_its_rests(tmp_path, monkeypatch):
