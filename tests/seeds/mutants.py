@@ -147,12 +147,13 @@ def main() -> int:
     parser.add_argument("--unseen", action="store_true", help="those too that were kept back")
     options = parser.parse_args()
     faults = [fault for fault in FAULTS if options.unseen or not fault.unseen]
+    rows = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        rows = list(pool.map(lambda fault: tried(fault, 60 * options.minutes), faults))
+        for row in pool.map(lambda fault: tried(fault, 60 * options.minutes), faults):
+            rows.append(row)
+            found = f"seed {row['seed']}, {row['cpu_s']:.0f} s" if row["seed"] is not None else "NOT FOUND"
+            print(f"{found:20} {row['fault']}: {row['why']}", flush=True)
     FOUND.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for row in rows:
-        found = f"seed {row['seed']}, {row['cpu_s']:.0f} s" if row["seed"] is not None else "NOT FOUND"
-        print(f"{found:20} {row['fault']}: {row['why']}")
     missed = sum(row["seed"] is None for row in rows)
     print(f"{len(rows) - missed} of {len(rows)} found")
     return int(10 * missed > len(rows))
