@@ -6,10 +6,10 @@
 Invariants: the state is the rows themselves. A command is due while a setting that it measures has no row, or shows one
 that `freshness.py` calls stale or, without `--under-load`, one that was taken under load; what has been recorded is not
 run again, whoever stopped the run before. Before each command the tree has to be its commit and the machine quiet; and
-one run at a time records on a machine, whatever checkout it belongs to: two would measure each other. A
-command that fails is named, and the next one runs. At the end rows that have been measured anew move to
-`results/earlier`, the pages are made anew, and each figure that changed is printed beside what it was. What takes
-hours, root or a GPU (`campaign` of a program) is listed, and never run.
+one run at a time records on a machine, whatever checkout it belongs to: two would measure each other. A command that
+fails is named, and the next one runs. At the end rows that have been measured anew move to `results/earlier`, the pages
+are made anew, and each figure that changed is printed beside what it was. What takes hours, root or a GPU (`campaign`
+of a program) is listed, and never run.
 """
 
 from __future__ import annotations

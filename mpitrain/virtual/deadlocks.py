@@ -19,11 +19,11 @@ class Waits(NamedTuple):
     last_sent: Send | None
 
 
-def deadlock(now_s: float, waiting: Sequence[Waits]) -> str:
-    """Who waits for what, from whom and since when."""
-    rows = [_told(one) for one in waiting[:MOST_NAMED]]
-    if len(waiting) > MOST_NAMED:
-        rows.append(f"and {len(waiting) - MOST_NAMED} more")
+def deadlock(now_s: float, named: Sequence[Waits], num_waiting: int) -> str:
+    """Who waits for what, from whom and since when; `named`: of so many that wait."""
+    rows = [_told(one) for one in named]
+    if num_waiting > len(named):
+        rows.append(f"and {num_waiting - len(named)} more")
     return f"deadlock at t={now_s:.3f} s, nobody will send what is waited for: " + "; ".join(rows)
 
 

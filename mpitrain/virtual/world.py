@@ -48,7 +48,7 @@ from mpitrain.system import interrupts
 from mpitrain.system.trace import COMMUNICATION
 from mpitrain.virtual.all_reduces import AllReduces
 from mpitrain.virtual.compute import ComputeLaw, WorkerTimes
-from mpitrain.virtual.deadlocks import Waits, deadlock
+from mpitrain.virtual.deadlocks import MOST_NAMED, Waits, deadlock
 from mpitrain.virtual.fair_sharing import Flows
 from mpitrain.virtual.message_law import HEADER_BYTES
 from mpitrain.virtual.network import Links, NetworkLaw
@@ -132,9 +132,7 @@ class VirtualWorld:
         self._heap: list[tuple[float, int, Any, Any]] = []
         self._serial = 0
         self._forgotten: set[int] = set()  # given up by somebody
-        self.answer_late: dict[
-            int, AnswerLate
-        ] = {}  # by rank: what answers those after its role's end, as `Ends` has it
+        self.answer_late: dict[int, AnswerLate] = {}  # by rank, as `Ends` has it
         self._num_pending = 0  # events other than deadlines
         self._processes: dict[int, _Process] = {}
 
@@ -199,7 +197,8 @@ class VirtualWorld:
         gone = self._forgotten | set(self.broken)
         waiting = [p.rank for p in processes if not p.finished and p.rank not in gone]
         if waiting:
-            raise DeadlockError(deadlock(self.now_s, [self._waits(rank) for rank in waiting]))
+            named = [self._waits(rank) for rank in waiting[:MOST_NAMED]]
+            raise DeadlockError(deadlock(self.now_s, named, len(waiting)))
         return {rank: process.result for rank, process in self._processes.items()}
 
     def _count_nodes(self) -> int:

@@ -97,8 +97,8 @@ class CheckpointWriter:
         self.disk.marks.setdefault(mark, {})[self.shard] = (json.dumps(role_state), store)
 
 
-def killed(role, at):
-    """`role`, killed before its message number `at`."""
+def interposed(role, at, befalls):
+    """`role`, which yields the effect `befalls` before its message number `at`."""
     answer, sent = None, 0
     while True:
         try:
@@ -107,22 +107,7 @@ def killed(role, at):
             return end.value
         if isinstance(effect, Send):
             if sent == at:
-                yield Break("kill")
-            sent += 1
-        answer = yield effect
-
-
-def asleep(role, at):
-    """`role`, still for a while before its message number `at`."""
-    answer, sent = None, 0
-    while True:
-        try:
-            effect = role.send(answer)
-        except StopIteration as end:
-            return end.value
-        if isinstance(effect, Send):
-            if sent == at:
-                yield Sleep(18.0, interruptible=False)
+                yield befalls
             sent += 1
         answer = yield effect
 
@@ -186,7 +171,8 @@ def run(
             rank, roles, replica, NullReport(), Rhythm.of(strategy, wants_final=rank == roles.validator),
             Duties(deliver=functools.partial(dict, by=index)),
         )  # fmt: skip
-        processes[rank] = asleep(killed(worker.run(), dict(kills).get(index, -1)), dict(naps).get(index, -1))
+        role = interposed(worker.run(), dict(kills).get(index, -1), Break("kill"))
+        processes[rank] = interposed(role, dict(naps).get(index, -1), Sleep(18.0, interruptible=False))
     return Ended(servers, stores, world.run(processes), disk)
 
 

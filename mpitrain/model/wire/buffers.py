@@ -54,7 +54,7 @@ class FixedBuffer:
         """What there is to report of the numbers."""
         return {}
 
-    def join(self, pool: BufferPool) -> None:
+    def belong_to(self, pool: BufferPool) -> None:
         """It goes to this pool when the last holder lets go."""
         self._pool = pool
 
@@ -190,7 +190,7 @@ class BufferPool:
         """Use a buffer of somebody who needs it no more, and who is its only holder, if it is of this pool's kind."""
         if (wire_buffer.body.numel(), wire_buffer.body.dtype) == (self.numel, self.dtype):
             self.num_frames += 1
-            wire_buffer.join(self)
+            wire_buffer.belong_to(self)
             wire_buffer.release()
 
     def take(self) -> FixedBuffer:

@@ -121,9 +121,8 @@ class FaultTolerantServer(Server):
         while self.table.present or self._lingers():
             arrived = yield from self.detector.listen(self._owing())
             if arrived is None:
-                if (
-                    self.detector.now_s >= self._next_look_s
-                ):  # a look goes through all workers; signs of life are many
+                if self.detector.now_s >= self._next_look_s:
+                    # a look goes through all workers, and signs of life are many
                     self._next_look_s = self.detector.now_s + LOOK_EVERY_S / 2
                     yield from self._look_for_silence(self.detector.now_s)
             elif arrived[0] not in self.table:
@@ -138,6 +137,10 @@ class FaultTolerantServer(Server):
             if self.table[worker].lost == NOT_FINITE:
                 self.table.lose(worker, SILENT)
         return None
+
+    def _upto(self) -> int | None:
+        """The highest rank of whose gradient there is room for the payload; None: for all."""
+        return self.gathering.upto(self.strategy.contributors(self.table.active), self.table.active_version)
 
     def _owing(self) -> Set[int]:
         """Who owes signs of life: those who wait to be let go do too."""

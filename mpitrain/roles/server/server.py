@@ -117,14 +117,7 @@ class Server:
     def _next(self) -> Generator[Effect, Any, tuple[int, Message] | None]:
         """The next message; None when every worker has left."""
         present = self.table.present
-        if not present:
-            return None
-        arrived: tuple[int, Message] = yield Recv(kind="a message", sources=present, upto=self._upto())
-        return arrived
-
-    def _upto(self) -> int | None:
-        """The highest rank of whose gradient there is room for the payload; None: for all."""
-        return self.gathering.upto(self.strategy.contributors(self.table.active), self.table.active_version)
+        return (yield Recv(kind="a message", sources=present)) if present else None
 
     def _take(self, source: int, message: Message) -> Steps:
         if type(message) not in self._answers or source not in self.table:
