@@ -1,6 +1,7 @@
 """What is written is what is read, or it is refused: trees, parts, folders."""
 
 import errno
+import gc
 import json
 import os
 import pickle
@@ -166,12 +167,14 @@ def high_water_bytes():
 def test_a_part_is_read_into_its_tensors_and_nowhere_else(tmp_path):
     size = 2**26
     write_part(tmp_path, "shard-0", {"x": [torch.ones(size // 8), torch.ones(size // 8)]}, OURS)
+    gc.collect()
     high_water_bytes()
     before = high_water_bytes()
     tensors = read_part(tmp_path, "shard-0")["x"]
-    assert 0.9 * size <= high_water_bytes() - before <= 1.25 * size and all(
-        bool(one.all()) for one in tensors
-    )
+    # No lower bound: the tensors may lie where an earlier test of this process has freed memory
+    # that the allocator still holds.
+    assert high_water_bytes() - before <= 1.25 * size
+    assert all(bool(one.all()) for one in tensors)
 
 
 def checkpoint(run_dir, mark, value=0.0, shards=2, identity=OURS):
