@@ -20,13 +20,13 @@ from pathlib import Path
 
 import torch
 from measuring.common import machine, make_parser, mean_interval, table, write_row
-from measuring.measurement import TRAINING, Command, Measurement
+from measuring.measurement import VIRTUAL, Command, Measurement
 
 import mpitrain as mt
 
 MEASUREMENT = Measurement(
     contestants=("the best single member",),
-    depends=(*TRAINING, "jobs/digits.py"),
+    depends=(*VIRTUAL, "jobs/digits.py"),
     keys=("members", "epochs"),
     figures=("ways.*.points",),
     commands=(Command("python benchmarks/ensemble.py", minutes=4),),
