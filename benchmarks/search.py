@@ -43,18 +43,22 @@ def sweep(ranks: int, epochs: int, seed: int, *words: str) -> dict:
     """The figures of one sweep, with the accuracy of its best configuration."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "figures.json")
+        mpitrain = [sys.executable, "-m", "mpitrain"]
+        pack = [*mpitrain, "data", "pack", "digits", "data/digits"]
+        subprocess.run(pack, cwd=scratch, check=True, stdout=subprocess.DEVNULL)
         command = [
-            sys.executable, "-m", "mpitrain", "launch", f"-n{ranks}", "sweep", "jobs/digits.py",
+            *mpitrain, "launch", f"-n{ranks}", "sweep", str(ROOT / "jobs" / "digits.py"),
             "--vary", f"lr={RATES}", "--vary", f"batch-size={BATCHES}",
             "--epochs", str(epochs), "--seed", str(seed), "--metric", "accuracy",
             "--run-dir", f"{scratch}/runs", "--json", str(out), *words,
         ]  # fmt: skip
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command, cwd=scratch, check=True, stdout=subprocess.DEVNULL)
         found = json.loads(out.read_text())
     ended = [one["value"] for one in found["configurations"]]
+    (best,) = found["best"]  # one configuration a setting: nothing is repeated
     return {
-        "best": found["configurations"][found["best"]]["options"],
-        "accuracy": found["configurations"][found["best"]]["value"],
+        "best": found["configurations"][best]["options"],
+        "accuracy": found["configurations"][best]["value"],
         "num_configurations": len(ended),
         "num_ended_by_status": {
             status: sum(one["status"] == status for one in found["configurations"])
