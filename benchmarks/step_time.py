@@ -9,6 +9,7 @@ take turns in blocks of a few steps:
     one process     rank 0 alone: no exchange (the bound, as long as cores are free)
     side by side    both at once, no exchange (the bound of two that share caches and memory)
     Allreduce       one blocking Allreduce of as many bytes, and no step
+    DDP alone       torch's DDP with a hook that sends nothing: its own work, with both at once
     gloo            torch's DDP over gloo: the peer
     allreduce       torch's DDP over our process group
     bare mpi4py     backward, then one flat blocking Allreduce
@@ -89,6 +90,20 @@ class Parallel(Contestant):
         self.optimizer.step()
 
 
+class Alone(Parallel):
+    """DDP whose buckets are done as soon as they are full: each rank goes by its own gradients."""
+
+    def __init__(self, make, shape, wrap):
+        super().__init__(make, shape, wrap)
+        self.parallel.register_comm_hook(None, keep_bucket)
+
+
+def keep_bucket(_, bucket):
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
 class Exchange(Contestant):
     """One blocking Allreduce of the model's gradients, and nothing else."""
 
@@ -164,6 +179,7 @@ def measure(name, options, groups, pair, engine):
         "one process": Contestant(make, shape) if runtime.rank == 0 else None,
         "side by side": Contestant(make, shape),
         "Allreduce": Exchange(make, shape, pair),
+        "DDP alone": Alone(make, shape, lambda m: data_parallel(m, gloo)),
         "gloo": Parallel(make, shape, lambda m: data_parallel(m, gloo)),
         "allreduce": Parallel(make, shape, lambda m: data_parallel(m, ours)),
         "bare mpi4py": Bare(make, shape, pair),
@@ -192,6 +208,9 @@ def show(name, seconds, options):
         "side by side": median_ratio(seconds["allreduce"], side),
         "side by side + Allreduce": median_ratio(
             seconds["allreduce"], [a + b for a, b in zip(side, exchange)]
+        ),
+        "DDP alone + Allreduce": median_ratio(
+            seconds["allreduce"], [a + b for a, b in zip(seconds["DDP alone"], exchange)]
         ),
     }
     numbers = sum(parameter.numel() for parameter in MODELS[name][0]().parameters())
