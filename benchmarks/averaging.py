@@ -32,10 +32,10 @@ MEASUREMENT = Measurement(
     depends=TRAINING,
     keys=("where", "model"),
     commands=(
-        Command("mpitrain launch -n 2 benchmarks/averaging.py", minutes=3, covers={"model": "mlp"}),
+        Command("mpitrain launch -n 2 benchmarks/averaging.py", minutes=2, covers={"model": "mlp"}),
         Command(
             "mpitrain launch -n 2 benchmarks/averaging.py --model cnn --rounds 4",
-            minutes=3,
+            minutes=2,
             covers={"model": "cnn"},
         ),
     ),

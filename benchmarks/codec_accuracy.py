@@ -35,7 +35,7 @@ MEASUREMENT = Measurement(
     depends=CODECS,
     keys=("task",),
     figures=("mean codecs.*.accuracies",),
-    commands=(Command("python benchmarks/codec_accuracy.py --rounds 3", minutes=15),),
+    commands=(Command("python benchmarks/codec_accuracy.py --rounds 3", minutes=5),),
 )
 
 NUM_WORKERS, BATCH = 4, 16

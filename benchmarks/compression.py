@@ -49,19 +49,19 @@ MEASUREMENT = Measurement(
     commands=(
         Command(
             'mpitrain launch -n 4 benchmarks/compression.py --where "one host"',
-            minutes=6,
+            minutes=3,
             covers={"where": "one host"},
         ),
         Command(
             "python benchmarks/measuring/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python "
             'benchmarks/compression.py --where "4 hosts, 100 Mbit/s" --rounds 4',
-            minutes=13,
+            minutes=5,
             covers={"where": "4 hosts, 100 Mbit/s"},
         ),
         Command(
             "python benchmarks/measuring/hosts.py run --hosts 4 --rate 1gbit .venv/bin/python "
             'benchmarks/compression.py --where "4 hosts, 1 Gbit/s" --rounds 8',
-            minutes=8,
+            minutes=3,
             covers={"where": "4 hosts, 1 Gbit/s"},
         ),
     ),

@@ -24,7 +24,7 @@ MEASUREMENT = Measurement(
     depends=(*LAUNCHED, *VIRTUAL, "mpitrain/search", "jobs"),
     keys=("job", "train_args"),
     figures=("rows.*.samples_per_second",),
-    commands=(Command("python benchmarks/job_tables.py", minutes=15),),
+    commands=(Command("python benchmarks/job_tables.py", minutes=11),),
 )
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -49,10 +49,10 @@ MEASUREMENT = Measurement(
     keys=("pages", "ranks"),
     figures=("step_ratio.*", "averaging_ratio"),
     commands=(
-        Command("mpitrain launch -n 2 benchmarks/large.py", minutes=3, covers={"pages": "huge"}),
+        Command("mpitrain launch -n 2 benchmarks/large.py", minutes=1, covers={"pages": "huge"}),
         Command(
             "env GLIBC_TUNABLES=glibc.malloc.hugetlb=0 mpitrain launch -n 2 benchmarks/large.py",
-            minutes=3,
+            minutes=1,
             covers={"pages": "small"},
         ),
     ),

@@ -49,7 +49,7 @@ MEASUREMENT = Measurement(
     keys=("pairs=False", "megabytes"),
     figures=("cases.*.mpitrain_over.*",),
     commands=(
-        Command("python benchmarks/reader.py", minutes=12, covers={"pairs": False}),
+        Command("python benchmarks/reader.py", minutes=4, covers={"pairs": False}),
         Command(
             "python benchmarks/reader.py --pairs --rounds 15",
             minutes=5,

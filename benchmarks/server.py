@@ -1,7 +1,7 @@
 """How long does one push and pull through parameter servers take, and what does a server carry a second?
 
     mpitrain launch -n 7 benchmarks/server.py [--megabytes 0.0655 1 4 25 64] [--servers 1 2] [--rounds 30]
-        [--compute-ms 0 1 20 60]
+        [--compute-ms 0 1 20 60] [--apart]
     mpitrain launch -n 9 benchmarks/server.py --saturate [--rounds 7]
 
 Rank 0 is one worker to each of three kinds of server, which have S ranks each and split the vector evenly:
@@ -17,7 +17,9 @@ They take turns in blocks, for every size and number of servers; whoever is not 
 in place before the clock starts, and the new parameters are where the worker can use them when it stops. What a
 server carries is 2 * bytes / time of one worker that never pauses, gradients in and parameters out. With
 `--compute-ms` the worker multiplies matrices for so long before each push, off the clock: its caches hold those then,
-and servers have had time to fall asleep.
+and servers have had time to fall asleep. With `--apart` the main thread of the worker keeps to the first core, and
+those of the servers to the others: the system's scheduler otherwise puts a worker and its server on one core for
+seconds on end, and a push then waits for the other one's time slice.
 
 With `--saturate` rank 0 is the server, and 1, 2, 4 and 8 of the others push 64 KB without computing: what it carries
 then, and the processor time that a push takes it.
@@ -57,11 +59,23 @@ MEASUREMENT = Measurement(
     contestants=("bare mpi4py", "torch RPC"),
     bound="the same bytes there and back without an update",
     depends=TRAINING,
-    keys=("megabytes", "servers=1", "compute_ms=0.0", "pushing=0"),
+    keys=("megabytes", "servers=1", "compute_ms=0.0", "pushing=0", "apart=False"),
     figures=("ours_to_bare", "rpc_to_ours", "server_cpu_us.ours", "pushes_per_second.ours"),
     commands=(
         Command(
-            "mpitrain launch -n 7 benchmarks/server.py", minutes=8, covers={"compute_ms": 0.0, "pushing": 0}
+            "mpitrain launch -n 7 benchmarks/server.py",
+            minutes=8,
+            covers={"compute_ms": 0.0, "pushing": 0, "apart": False, "servers": (1, 2)},
+        ),
+        Command(
+            "mpitrain launch -n 7 benchmarks/server.py --apart --megabytes 0.0655 1 25",
+            minutes=5,
+            covers={"compute_ms": 0.0, "apart": True},
+        ),
+        Command(
+            "mpitrain launch -n 13 benchmarks/server.py --megabytes 25 --servers 4",
+            minutes=2,
+            covers={"servers": 4},
         ),
         Command(
             "mpitrain launch -n 4 benchmarks/server.py --megabytes 0.0655 --compute-ms 1 20 60",
@@ -383,7 +397,8 @@ def drive(options, ranks, pids):
         against.append((*cell, *ratios[0], *ratios[1]))
         row = {
             "megabytes": megabytes, "servers": num_servers, "compute_ms": compute_ms, "rounds": options.rounds,
-            "block": block_of(megabytes, compute_ms), "median_ms": {way: medians[way] * 1e3 for way in WAYS},
+            "apart": options.apart, "block": block_of(megabytes, compute_ms),
+            "median_ms": {way: medians[way] * 1e3 for way in WAYS},
             "megabytes_per_second": carried, "ours_to_bare": to_bare, "rpc_to_ours": gain, "idle_core": idle,
         }  # fmt: skip
         write_row("server", row)
@@ -468,6 +483,7 @@ def main():
     parser.add_argument("--compute-ms", type=float, nargs="+", default=[0.0], help="before each push")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--idle-s", type=float, default=5, help="how long to look at the idle server, 0: not")
+    parser.add_argument("--apart", action="store_true", help="worker and servers on cores of their own")
     parser.add_argument("--saturate", action="store_true", help="many workers that do not compute")
     options = parser.parse_args()
     if options.saturate:
@@ -485,6 +501,8 @@ def main():
     pids = runtime.allgather(os.getpid())
     members = (DRIVER, *ranks[2])
     join_rpc(members)
+    if options.apart:
+        keep_apart([] if runtime.rank == DRIVER else next(group for group in ranks if runtime.rank in group))
     runtime.barrier()
     if runtime.rank == DRIVER:
         drive(options, ranks, pids)
@@ -494,6 +512,16 @@ def main():
     if runtime.rank in members:
         rpc.shutdown()  # serves until the driver comes here too
     runtime.finish()
+
+
+def keep_apart(group):
+    """Bind this thread to the first core, or, of a server in `group`, to one of the others; threads that torch's RPC
+    has started go where they like."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    if not others:
+        raise SystemExit("--apart: there is one core only")
+    core = others[group.index(runtime.rank) % len(others)] if group else first
+    os.sched_setaffinity(0, {core})
 
 
 def serve_cells(options, shard, serve):

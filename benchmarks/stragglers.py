@@ -60,7 +60,7 @@ MEASUREMENT = Measurement(
     depends=(*TRAINING, "jobs/digits.py"),
     keys=("compute",),
     figures=("rules.*.ratio_to_sync",),
-    commands=(Command("mpitrain launch -n 5 benchmarks/stragglers.py --rounds 3", minutes=9),),
+    commands=(Command("mpitrain launch -n 5 benchmarks/stragglers.py --rounds 3", minutes=5),),
 )
 
 WORKERS, SLOW_WORKER, FACTOR = 4, 2, 5

@@ -24,6 +24,8 @@ BENCHMARKS = {
     "loaded": (2, ["--rounds", "1", "--steps", "2", "--busy", "1"]),
     "gathering": (1, ["--rounds", "1", "--sizes", "10", "300", "--pushes", "900"]),
     "packing": (2, ["--rounds", "1", "--megabytes", "1"]),
+    "after_pause": (2, ["--pauses-ms", "0", "1", "1000", "--rounds", "6", "--busy", "--bound"]),
+    "push_parts": (2, ["--rounds", "1"]),
     "codec_cost": (1, ["--numbers", "50000", "--settle", "2", "--rounds", "2"]),
     "rates": (1, ["--workers", "8", "--seeds", "1", "--epochs", "1", "--rounds", "1", "--speeds", "unequal"]),
     "reader": (
@@ -701,11 +703,40 @@ def check_tables(out, rows):
     assert all(f"{name} " in out for name in row["median_ms"])
 
 
+def check_after_pause(out, rows):
+    (row,) = rows
+    ways = ["mpitrain", "mpitrain, 16 bits", "gloo", "bare mpi4py"]
+    assert list(row["median_us"]) == ways and (row["bound"], row["busy"], row["ranks"]) == (True, True, 2)
+    assert row["num_calls"] == {"0": 6, "1": 6, "1000": 6}
+    for way in ways:
+        assert all(0 < row["median_us"][way][at] <= row["ninetieth_us"][way][at] for at in row["num_calls"])
+        assert f"{way} " in out
+
+
+def check_push_parts(out, rows):
+    (row,) = rows
+    assert sum(row["parts_us"].values()) == pytest.approx(row["total_us"])
+    for rank in ("worker", "server"):
+        assert {"encode the header", "decode the header", "the role", "post a send"} <= {
+            part.removeprefix(f"{rank}: ") for part in row["parts_us"]
+        }
+    assert row["parts_us"]["server: the optimizer's step"] > 0 and row["counted"] <= row["pushes"] == 50
+
+
 def check_step_time(out, rows):
     (row,) = rows
-    ways = {"one process", "side by side", "Allreduce", "gloo", "allreduce", "bare mpi4py", "async"}
+    ways = {
+        "one process",
+        "side by side",
+        "Allreduce",
+        "gloo",
+        "allreduce",
+        "bare mpi4py",
+        "async",
+        "DDP alone",
+    }
     assert set(row["median_ms"]) == ways
-    assert set(row["allreduce_over"]) == {"side by side", "side by side + Allreduce"}
+    assert set(row["allreduce_over"]) == {"side by side", "side by side + Allreduce", "DDP alone + Allreduce"}
     assert all(way in out for way in row["median_ms"])
 
 

@@ -122,6 +122,9 @@ def mean_interval(values: Sequence[float], num_draws: int = 2000) -> tuple[float
     return float(means[int(0.025 * num_draws)]), float(means[-int(0.025 * num_draws) - 1])
 
 
+_NUM_CORES = len(os.sched_getaffinity(0))  # before a benchmark binds its threads
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     cpus = Path("/proc/cpuinfo").read_text().splitlines()
@@ -131,7 +134,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": model,
         "caches": _caches(),
-        "num_cores": len(os.sched_getaffinity(0)),
+        "num_cores": _NUM_CORES,
         "kernel": platform.release(),
         "python": platform.python_version(),
     }

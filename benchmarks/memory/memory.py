@@ -31,7 +31,7 @@ MEASUREMENT = Measurement(
     depends=LAUNCHED,
     keys=("ranks", "num_parameters"),
     figures=("ways.*.seconds",),
-    commands=(Command("python benchmarks/memory/memory.py", minutes=15),),
+    commands=(Command("python benchmarks/memory/memory.py", minutes=6),),
 )
 
 BATCH = 64  # samples of all ranks together

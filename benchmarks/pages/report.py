@@ -9,7 +9,7 @@ holds that the committed pages are what this makes.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from measuring.common import mean_interval
@@ -22,11 +22,12 @@ from pages import (
     report_jobs,
     report_literature,
     report_memory,
+    report_messages,
     report_models,
     report_opponents,
     report_virtual,
 )
-from pages.rows import all_rows, duration, newest, one, origin, rows_of, settings_of, shown, size, spread
+from pages.rows import all_rows, newest, one, origin, rows_of, settings_of, shown, size, spread
 
 Row = dict[str, Any]
 
@@ -50,7 +51,12 @@ def step_time() -> str:
             known = way in row["median_ms"]
             line += [f"{row['median_ms'][way]:.1f}", spread(row["ratio_to_gloo"][way])] if known else ["", ""]
         body.append(line)
-    return table(head, *body) + "\n\n" + origin(*found.values())
+    over = [
+        f"{model}: `allreduce()` over {bound} {spread(ratio)}"
+        for (model,), row in found.items()
+        for bound, ratio in row["allreduce_over"].items()
+    ]
+    return table(head, *body) + f"\n\n{'; '.join(over)}.\n\n" + origin(*found.values())
 
 
 def guard_cost() -> str:
@@ -71,85 +77,6 @@ def guard_cost() -> str:
         f"`again` is a second model without a guard. Load of the machine's 2 cores before the run: {loads}."
     )
     return table(head, *body) + "\n\n" + told + "\n\n" + origin(*found.values())
-
-
-def server() -> str:
-    ways = ("ours", "bare mpi4py", "torch RPC")
-    found = dict(sorted(newest("server", "compute_ms", "megabytes", "servers", pushing=0).items()))
-    head = (
-        "computes, ms",
-        "MB",
-        "servers",
-        "ours, ms",
-        "bare mpi4py, ms",
-        "torch RPC, ms",
-        "ours / bare (95 %)",
-        "RPC / ours (95 %)",
-    )
-    body = [
-        (f"{compute_ms:g}", f"{megabytes:g}", str(servers), *(f"{row['median_ms'][way]:.2f}" for way in ways),
-         spread(row["ours_to_bare"]), spread(row["rpc_to_ours"]))
-        for (compute_ms, megabytes, servers), row in found.items()
-    ]  # fmt: skip
-    idle = [f"{row['idle_core']:.1%}" for row in found.values() if row.get("idle_core")]
-    told = f"An idle server took {idle[-1]} of a core.\n\n" if idle else ""
-    return table(head, *body) + f"\n\n{told}" + origin(*found.values()) + _server_under_load(ways)
-
-
-def _server_under_load(ways: tuple[str, ...]) -> str:
-    """What a server carries of workers that do nothing but push."""
-    every = newest("server", "pushing", "compute_ms", "megabytes", "servers")
-    found = {pushing: row for (pushing, *_), row in sorted(every.items()) if pushing}
-    if not found:
-        return ""
-    head = (
-        "workers",
-        *(f"{way}, pushes a second" for way in ways),
-        *(f"{way}, server's CPU us a push" for way in ways),
-    )
-    body = [
-        (str(pushing), *(f"{row['pushes_per_second'][way]:,.0f}" for way in ways),
-         *(f"{row['server_cpu_us'][way]:.0f}" for way in ways))
-        for pushing, row in found.items()
-    ]  # fmt: skip
-    return "\n\n" + table(head, *body) + "\n\n" + origin(*found.values())
-
-
-def collectives() -> str:
-    ratios = ("ratio_to_gloo", "ratio_to_bare", "ratio_to_bound")
-    texts = []
-    for (hosts, link, _), row in newest("collectives", "hosts", "link", "ranks").items():
-        where = f"{row['ranks']} ranks, one host" if hosts == 1 else f"{hosts} emulated hosts, {link}"
-        head = (where, "bytes", "mpitrain", "to gloo (95 %)", "to bare mpi4py (95 %)", "to the bound (95 %)")
-        body = [
-            (each["collective"], size(each["bytes"]), duration(each["median_us"]["mpitrain"]),
-             *(spread(each[key]) if key in each else "" for key in ratios))
-            for each in row["rows"]
-        ]  # fmt: skip
-        texts += [table(head, *body), *_beside_the_least(row["rows"]), origin(row)]
-    return "\n\n".join(texts)
-
-
-def loaded() -> str:
-    head = ("ranks", "processes beside them", "", "mpitrain, ms", "gloo, ms", "to gloo (95 %)")
-    body = [
-        (str(ranks), str(busy), name, *(f"{row[f'{key}_ms'][way]:.2f}" for way in ("mpitrain", "gloo")),
-         spread(row[f"{key}_ratio_to_gloo"]))
-        for (ranks, busy), row in newest("loaded", "ranks", "busy").items()
-        for key, name in (("step", "time of a step"), ("cpu", "computed by all ranks"))
-    ]  # fmt: skip
-    return table(head, *body) + "\n\n" + origin(*newest("loaded", "ranks", "busy").values())
-
-
-def _beside_the_least(rows: Any) -> Iterator[str]:
-    """What the smallest all-reduce takes beside what a group in Python cannot do without."""
-    for each in [row for row in rows if "ratio_to_empty_and_bare" in row][:1]:
-        yield (
-            f"The allreduce of {size(each['bytes'])} takes {spread(each['ratio_to_empty_and_bare'])} times as long as "
-            "an all-reduce of a process group in Python that does nothing and bare mpi4py's together; one that calls "
-            "the library's blocking Allreduce and sees no signal, no timeout and no rank that calls something else "
-            f"{spread(each['unchecked_to_empty_and_bare'])} times."
-        )
 
 
 def compression() -> str:
@@ -582,9 +509,7 @@ PROGRAMS: dict[str, Callable[[], str]] = {
     "step_time": step_time,
     "gpu": report_gpu.gpu,
     "guard_cost": guard_cost,
-    "server": server,
-    "collectives": collectives,
-    "loaded": loaded,
+    **report_messages.PROGRAMS,
     "compression": compression,
     "codec_cost": codec_cost,
     "codec_accuracy": codec_accuracy,

@@ -45,7 +45,7 @@ MEASUREMENT = Measurement(
     depends=(*VIRTUAL, "jobs/digits.py"),
     keys=("curve",),
     figures=("simulated",),
-    commands=(Command("python benchmarks/published/published.py --rounds 1", minutes=12),),
+    commands=(Command("python benchmarks/published/published.py --rounds 1", minutes=20),),
 )
 
 ENDLESS = 10**12  # samples of a data set that no run gets through

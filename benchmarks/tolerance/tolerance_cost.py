@@ -38,7 +38,7 @@ MEASUREMENT = Measurement(
     depends=LAUNCHED,
     keys=("part", "strategy", "model", "transport"),
     figures=("ratio", "share_of_a_minute"),
-    commands=(Command("python benchmarks/tolerance/tolerance_cost.py", minutes=12),),
+    commands=(Command("python benchmarks/tolerance/tolerance_cost.py", minutes=10),),
 )
 
 HERE = Path(__file__).resolve().parent
