@@ -81,6 +81,7 @@ def _add_times(times: Any) -> None:
     option(times, "--probe-s", "S", "how long, in seconds (default: 30)", above_zero, 30.0)
     option(times, "--compute", "LAW", 'how long a batch takes, such as "constant(0.1)"')
     option(times, "--apply-s", "S", "a server's update with a whole gradient", rate)
+    option(times, "--push-s", "S", "a server's processor for each push besides", rate)
     option(times, "--read-s", "S", "reading a batch, where computing waits for it", rate)
     option(times, "--start-s", "S", "starting a rank that has a core to itself, as --probe measures it", rate)
     option(times, "--fixed", "X", "share of a batch's time that does not depend on its samples", fraction)

@@ -77,7 +77,7 @@ class Request:
     Attributes:
         workers: numbers of workers; none: powers of two up to the machine's.
         budget_s: of the probe; None: no probe.
-        apply_s, read_s, fixed, backward: as in `Conditions`; start_s: of a rank; None: not given.
+        apply_s, push_s, read_s, fixed, backward: as in `Conditions`; start_s: of a rank; None: not given.
         train: how many of the best settings are trained in virtual time.
     """
 
@@ -94,6 +94,7 @@ class Request:
     ranks_per_node: int | None = None
     memory_gib: float | None = None
     apply_s: float | None = None
+    push_s: float | None = None
     read_s: float | None = None
     fixed: float | None = None
     backward: float | None = None
@@ -323,6 +324,8 @@ def _conditions(
         "backward": "an allreduce is not hidden behind the backward pass (--backward)",
     }
     assumed += [says[key] for key, value in values.items() if value is None]
+    if request.push_s is None:
+        assumed.append("a push takes a server no time beside its bytes and its update (--push-s)")
     if request.ranks_per_node is None:
         assumed.append("every worker has a node of its own (--ranks-per-node)")
     inside, between, together = _links(request)
@@ -338,6 +341,7 @@ def _conditions(
             together=together,
             workers_per_node=request.ranks_per_node or 1,
             apply_s=number["apply_s"],
+            push_s=request.push_s or 0.0,
             read_s=number["read_s"],
             validate_s=probed.validate_s if probed is not None else 0.0,
             fixed=number["fixed"],

@@ -116,7 +116,8 @@ class Conditions:
         inside, between: links within a node, and between two nodes; together: between nodes that all send at once,
             where each of them gets less then.
         workers_per_node: that share the node's link.
-        apply_s: a server's update with one whole gradient, divided by the servers; read_s: reading of a batch that is
+        apply_s: a server's update with one whole gradient, divided by the servers; push_s: of a server's processor for
+            each push besides, which more servers do not divide; read_s: reading of a batch that is
             not hidden behind computing; validate_s: a whole validation on one rank, which no throughput counts.
         backward: share of a batch's time in which gradients can travel.
         even: no worker is ever later than the mean.
@@ -131,6 +132,7 @@ class Conditions:
     together: LinkCost | None = None
     workers_per_node: int = 1
     apply_s: float = 0.0
+    push_s: float = 0.0
     read_s: float = 0.0
     validate_s: float = 0.0
     fixed: float = 0.0
@@ -245,7 +247,7 @@ def _async_rate(setting: Setting, conditions: Conditions, num_workers: int, batc
     and out, and for their updates. Of several servers each has its part of every message, at once with the others."""
     link, num_bytes, servers = conditions.between, conditions.num_bytes, setting.servers
     sizes = [one * num_bytes / servers for one in (setting.push, setting.reply)]  # of a message to one server
-    stations_s = [link.role_bytes(one) * link.beta_s for one in sizes] + [conditions.apply_s / servers]
+    stations_s = [link.role_bytes(one) * link.beta_s for one in sizes] + [_push_s(setting, conditions)]
     # what an exchange takes besides its time at the stations: latencies, and the parts for the other servers
     alone_s = sum(link.role_s(one) - link.role_bytes(one) * link.beta_s for one in sizes)
     alone_s += (servers - 1) * sum(stations_s[:2])
@@ -279,9 +281,12 @@ def _gather_s(setting: Setting, conditions: Conditions, num_workers: int) -> flo
     num_nodes = -(-num_workers // conditions.workers_per_node)
     copies = max(num_workers, num_workers * setting.servers / num_nodes)
     push, reply = (one * conditions.num_bytes / setting.servers for one in (setting.push, setting.reply))
-    return (
-        conditions.between.gather_s(copies, push, reply) + num_workers * conditions.apply_s / setting.servers
-    )
+    return conditions.between.gather_s(copies, push, reply) + num_workers * _push_s(setting, conditions)
+
+
+def _push_s(setting: Setting, conditions: Conditions) -> float:
+    """Of a server with one push."""
+    return conditions.push_s + conditions.apply_s / setting.servers
 
 
 # ---- what holds it back
@@ -324,7 +329,7 @@ REMOVALS: dict[str, Removal] = {
     "link": _without_bandwidth,
     "straggler tail": lambda conditions: replace(conditions, even=True),
     "latency": _without_latency,
-    "apply": lambda conditions: replace(conditions, apply_s=0.0),
+    "apply": lambda conditions: replace(conditions, apply_s=0.0, push_s=0.0),
     "batch reading": lambda conditions: replace(conditions, read_s=0.0),
     "batch size limit": lambda conditions: replace(conditions, fixed=0.0),
 }

@@ -228,6 +228,8 @@ def _compute(conditions: Conditions, batch: float) -> ComputeLaw:
 def _costs(strategy: Strategy, conditions: Conditions, batch: float) -> Costs:
     """A server's updates, reading and validations; other ranks' updates are part of a batch's time."""
     costs = Costs(read_s=conditions.read_s * batch / conditions.batch, validate_s=conditions.validate_s)
+    if strategy.has_servers:
+        costs = replace(costs, push_s=conditions.push_s)
     if not strategy.has_servers or not conditions.apply_s:
         return costs
     passed_gb = costs.passes * conditions.num_bytes / 1e9

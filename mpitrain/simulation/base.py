@@ -152,7 +152,7 @@ class VirtualRun:
         orders = self.options.injections
         self.checkpoints = Checkpoints(world, self.checkpoint_policy, self.costs, orders, job.seed)
         if self.costs != Costs():
-            world.charge = self._charge
+            world.charge, world.push_s = self._charge, self.costs.push_s
         switch(job.trace is not None)
         if (steps := read_steps(job.trace)) is not None:
             world.traces = {

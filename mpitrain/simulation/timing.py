@@ -329,7 +329,7 @@ class _Timing:
         """Charge for what costs time, and record what is traced; `names`: the role of every rank."""
         world = self.world
         if self.under.costs != Costs():
-            world.charge = self._charge
+            world.charge, world.push_s = self._charge, self.under.costs.push_s
         if self.under.trace is None:
             return
         steps, folder = self.under.trace

@@ -30,6 +30,8 @@ class Costs(Value):
             through its memory) or as the trained model.
         decode_gb_per_s: of gradients that are decoded, each by itself: by a server, or by every rank where all ranks
             send what they have encoded to all others.
+        push_s: of a server's processor for each push, besides its update and what is decoded: headers, the role's code
+            and the reply (the last table of `python benchmarks/server.py --saturate`).
         restart_s: from the end of a job to when it works again, from its newest checkpoint on. 0: a death that nobody
             survives ends the run, and what `crash` orders takes no time beside the work that is repeated.
     """
@@ -41,6 +43,7 @@ class Costs(Value):
     validate_s: float = 0.0
     checkpoint_gb_per_s: float = 0.0
     decode_gb_per_s: float = 0.0
+    push_s: float = 0.0
     restart_s: float = 0.0
 
     def check(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -40,6 +39,7 @@ from mpitrain.messages import (
     Lost,
     Measured,
     Message,
+    Push,
     payload_bytes,
     payloads_of,
     release,
@@ -53,6 +53,7 @@ from mpitrain.virtual.fair_sharing import Flows
 from mpitrain.virtual.message_law import HEADER_BYTES
 from mpitrain.virtual.network import Links, NetworkLaw
 from mpitrain.virtual.outages import Outages
+from mpitrain.virtual.process import Computed, FlowEnds, Process, TimeUp, Torn
 from mpitrain.virtual.pushes_at_senders import PushesAtSenders
 from mpitrain.virtual.rendezvous import Clear, Header, Rendezvous
 from mpitrain.virtual.traces import VirtualTrace
@@ -61,27 +62,6 @@ AnswerLate = Callable[[int, Any], Role]
 DEADLY = ("kill", "segv", "raise")  # the others of `--inject` fall silent
 MOST_LOOKS = 100_000  # of those who wait, while nothing happens but that somebody is silent
 _CHANGES_NOTHING = Alive | Assist | Measured  # of what a worker computes
-
-
-class _Process:
-    __slots__ = (
-        "awaited", "computing", "finished", "inbox", "last_sent", "late_s", "num_waits", "rank", "result", "role",
-        "tears", "times", "trace", "waiting", "waits_since_s",
-    )  # fmt: skip
-
-    def __init__(self, rank: int, role: Role):
-        self.rank, self.role = rank, role
-        self.inbox: deque[tuple[int, Any]] = deque()
-        self.waiting = False
-        self.computing: _Computed | None = None
-        self.num_waits = 0
-        self.times: WorkerTimes | None = None
-        self.awaited, self.waits_since_s = Recv(), 0.0
-        self.last_sent: Send | None = None
-        self.finished = self.tears = False
-        self.late_s = 0.0  # after a message is there it is read, as injected
-        self.result: Any = None
-        self.trace: VirtualTrace | None = None
 
 
 class VirtualWorld:
@@ -122,6 +102,7 @@ class VirtualWorld:
         self._num_looks = 0  # deadlines since anything else has happened
         self._links = Links(nodes=nodes, hosts=hosts)
         self.charge: Callable[[int, Compute], float] = _free  # seconds of a rank's task besides the law's
+        self.push_s = 0.0  # that a server takes with each push
         self._flows = Flows(network, self._links) if network.shares_fairly else None
         self._rendezvous: Rendezvous | None = None
         if network.eager_bytes:
@@ -134,7 +115,7 @@ class VirtualWorld:
         self._forgotten: set[int] = set()  # given up by somebody
         self.answer_late: dict[int, AnswerLate] = {}  # by rank, as `Ends` has it
         self._num_pending = 0  # events other than deadlines
-        self._processes: dict[int, _Process] = {}
+        self._processes: dict[int, Process] = {}
 
     @property
     def elapsed_s(self) -> float:
@@ -149,7 +130,7 @@ class VirtualWorld:
             DeadlockError: somebody waits for a message that nobody will send.
         """
         self._all_reduces = all_reduces
-        self._processes = {rank: _Process(rank, role) for rank, role in roles.items()}
+        self._processes = {rank: Process(rank, role) for rank, role in roles.items()}
         self._links.num_nodes = self._count_nodes()
         for process in self._processes.values():
             process.trace = self.traces.get(process.rank)
@@ -161,12 +142,12 @@ class VirtualWorld:
             if not self.num_events % 1024:
                 interrupts.check()
             kind = type(event)
-            if kind is _TimeUp:
+            if kind is TimeUp:
                 self._num_looks += 1
             else:
                 self._num_pending -= 1
                 self._num_looks = 0
-            if kind is _FlowEnds:
+            if kind is FlowEnds:
                 self._end_flows()
             elif process.rank in self.broken:
                 _throw_away(event)
@@ -175,13 +156,13 @@ class VirtualWorld:
                     self._deliver(process, event)
                 else:
                     self._arrive(self._rendezvous, process, event)
-            elif kind is _Computed:
+            elif kind is Computed:
                 if not event.broken_off:
                     process.computing = None
                     if process.trace is not None:
                         process.trace.computed(event.took_s)
                     self._advance(process, event.result)
-            elif kind is _TimeUp:
+            elif kind is TimeUp:
                 if process.waiting and process.num_waits == event.wait:
                     process.waiting = False
                     self._advance(process, None)
@@ -206,12 +187,12 @@ class VirtualWorld:
         placed = self._links.nodes or self.network.nodes(1 + max(self._processes, default=0))
         return len(set(placed or ()))
 
-    def _schedule(self, time_s: float, process: _Process | None, event: object) -> None:
+    def _schedule(self, time_s: float, process: Process | None, event: object) -> None:
         self._serial += 1
-        self._num_pending += type(event) is not _TimeUp
+        self._num_pending += type(event) is not TimeUp
         heapq.heappush(self._heap, (time_s, self._serial, process, event))
 
-    def _break(self, process: _Process, how: str) -> None:
+    def _break(self, process: Process, how: str) -> None:
         """The rank is no more, or does nothing any more; those who can do without one that is dead are informed. Where
         nobody can, and the job is started again, all goes on."""
         if process.finished:
@@ -243,20 +224,20 @@ class VirtualWorld:
         silent = [rank for rank, how in self.broken.items() if how not in DEADLY]
         return bool(silent) and self._num_looks < MOST_LOOKS
 
-    def _arrive(self, rendezvous: Rendezvous, process: _Process, message: tuple[int, object]) -> None:
+    def _arrive(self, rendezvous: Rendezvous, process: Process, message: tuple[int, object]) -> None:
         """A message is there as a whole; one that was sent behind another waits for that."""
         for one in rendezvous.arrived(process.rank, message, self._drives(process)):
             self._deliver(process, one)
 
-    def _drives(self, process: _Process) -> bool:
+    def _drives(self, process: Process) -> bool:
         """Whether a rank is in MPI now, or drives it from another thread."""
         if process.waiting or process.finished:
             return True
         computing = process.computing
         return computing is not None and (computing.sleeps or process.rank in self._drive_computing)
 
-    def _deliver(self, process: _Process, message: tuple[int, Any]) -> None:
-        if type(message[1]) is _Torn:
+    def _deliver(self, process: Process, message: tuple[int, Any]) -> None:
+        if type(message[1]) is Torn:
             raise WireError(f"payload of rank {message[0]} is torn: its stamps differ")
         if process.finished:
             self._answer_late(process, [message])
@@ -264,7 +245,9 @@ class VirtualWorld:
         process.inbox.append(message)
         if process.waiting:
             process.waiting = False
-            self._advance(process, process.inbox.popleft())
+            arrived = process.inbox.popleft()
+            if not self._is_busy_with(process, arrived):
+                self._advance(process, arrived)
             return
         computing = process.computing
         if computing is None or not computing.interruptible or _changes_nothing(message[1]):
@@ -274,7 +257,16 @@ class VirtualWorld:
         computing.broken_off, process.computing = True, None
         self._advance(process, Interrupted())
 
-    def _advance(self, process: _Process, answer: object) -> None:
+    def _is_busy_with(self, process: Process, arrived: tuple[int, Any]) -> bool:
+        """Whether a rank takes time with what it has just received, as a server does with a push."""
+        if not self.push_s or type(arrived[1]) is not Push:
+            return False
+        process.computing = Computed(arrived, False, sleeps=True)
+        self._schedule(self.now_s + self.push_s, process, process.computing)
+        self._drive(process)
+        return True
+
+    def _advance(self, process: Process, answer: object) -> None:
         """Run a role until it has to wait for a message or for time to pass."""
         trace, send = process.trace, process.role.send
         while True:
@@ -299,7 +291,7 @@ class VirtualWorld:
             elif type(effect) is Sleep:
                 if trace is not None:
                     trace.sleep(effect.seconds)
-                process.computing = _Computed(None, effect.interruptible, sleeps=True)
+                process.computing = Computed(None, effect.interruptible, sleeps=True)
                 self._schedule(self.now_s + effect.seconds, process, process.computing)
                 self._drive(process)
                 return
@@ -314,6 +306,8 @@ class VirtualWorld:
                     self._wait(process, effect)
                     return
                 answer = process.inbox.popleft()
+                if self._is_busy_with(process, answer):
+                    return
             elif type(effect) is AllReduce:
                 self._all_reduce(process, effect)
                 return
@@ -335,7 +329,7 @@ class VirtualWorld:
             elif type(effect) is not Begin:
                 raise AssertionError(f"rank {process.rank} yielded {effect!r}, which is no effect")
 
-    def _answer_late(self, process: _Process, messages: Iterable[tuple[int, Any]]) -> None:
+    def _answer_late(self, process: Process, messages: Iterable[tuple[int, Any]]) -> None:
         """Of a rank whose role is over, to those that were given up and speak all the same."""
         if (answer := self.answer_late.get(process.rank)) is None:
             return
@@ -343,7 +337,7 @@ class VirtualWorld:
             if source in self._forgotten:
                 drive(answer(source, message), lambda effect: self._send(process.rank, effect))
 
-    def _wait(self, process: _Process, effect: Recv) -> None:
+    def _wait(self, process: Process, effect: Recv) -> None:
         """Nothing is here: the rank goes on when a message is, or its time is up."""
         process.waiting = True
         process.num_waits += 1
@@ -352,12 +346,12 @@ class VirtualWorld:
             process.trace.wait()
         pending = self._num_pending or self._waits_for_silent()
         if effect.timeout_s is not None and pending:  # else nobody is left who could send
-            self._schedule(self.now_s + effect.timeout_s, process, _TimeUp(process.num_waits))
+            self._schedule(self.now_s + effect.timeout_s, process, TimeUp(process.num_waits))
 
-    def _all_reduce(self, process: _Process, effect: AllReduce) -> None:
+    def _all_reduce(self, process: Process, effect: AllReduce) -> None:
         """The rank waits in it; once the last one has come, all go on when it has taken its time."""
         assert self._all_reduces is not None, "nobody carries out all-reduces"
-        process.computing = _Computed(None, False, sleeps=True)
+        process.computing = Computed(None, False, sleeps=True)
         process.awaited, process.waits_since_s = Recv(kind="an all-reduce"), self.now_s
         if process.trace is not None:
             process.trace.wait("all-reduce", COMMUNICATION)
@@ -374,7 +368,7 @@ class VirtualWorld:
                 one.trace.fly("allreduce", ended.num_bytes, self.now_s, ended_s)
             self._schedule(ended_s, one, one.computing)
 
-    def _compute(self, process: _Process, effect: Compute) -> Any:
+    def _compute(self, process: Process, effect: Compute) -> Any:
         """Carry out a task; returns its result at once where it takes no time."""
         took_s = self.charge(process.rank, effect)
         result = effect.task() if process.trace is None else process.trace.carry_out(effect, took_s)
@@ -385,7 +379,7 @@ class VirtualWorld:
                 drawn_s += self._draw(process)
             took_s += effect.size * drawn_s
         if is_gradient or took_s:
-            process.computing = _Computed(result, is_gradient and effect.interruptible, took_s)
+            process.computing = Computed(result, is_gradient and effect.interruptible, took_s)
             self._schedule(self.now_s + took_s, process, process.computing)
         return result
 
@@ -397,7 +391,7 @@ class VirtualWorld:
         message: Any = effect.message
         if sender.tears and payloads_of(effect.message):
             sender.tears = False
-            message = _Torn()
+            message = Torn()
         if self._at_senders.has_room(source, effect.to, effect.message):
             self._set_out(source, effect.to, num_bytes, message, effect.message)
         else:
@@ -416,14 +410,14 @@ class VirtualWorld:
         shows."""
         if self._flows is not None:
             self._flows.start(self.now_s, source, to, num_bytes, (source, event, sent, self.now_s))
-            self._schedule(self._flows.next_s, None, _FlowEnds())
+            self._schedule(self._flows.next_s, None, FlowEnds())
             return
         arrival_s = self.network.arrival_s(self._links, self.now_s, source, to, num_bytes)
         if sent is not None and (trace := self._processes[source].trace) is not None:
             trace.send(to, sent, self.now_s, arrival_s)
         self._schedule(arrival_s + self._processes[to].late_s, self._processes[to], event)
 
-    def _drive(self, process: _Process) -> None:
+    def _drive(self, process: Process) -> None:
         """What has waited for this rank to call MPI goes on."""
         if self._rendezvous is not None:
             self._rendezvous.drive(process.rank)
@@ -437,7 +431,7 @@ class VirtualWorld:
                 trace.send(to, sent, sent_s, arrival_s)
             self._schedule(arrival_s + self._processes[to].late_s, self._processes[to], event)
         if arrivals and self._flows.next_s < math.inf:
-            self._schedule(self._flows.next_s, None, _FlowEnds())
+            self._schedule(self._flows.next_s, None, FlowEnds())
 
     def _waits(self, rank: int) -> Waits:
         """What a rank waits for."""
@@ -447,7 +441,7 @@ class VirtualWorld:
             awaited = awaited._replace(sources=missing)
         return Waits(rank, awaited, process.waits_since_s, process.last_sent)
 
-    def _draw(self, process: _Process) -> float:
+    def _draw(self, process: Process) -> float:
         worker = self._numbers.get(process.rank, process.rank)
         if process.times is None:
             process.times = WorkerTimes(self.compute, self.seed, worker)
@@ -470,27 +464,3 @@ def _changes_nothing(message: Message) -> bool:
     if type(message) is Bundle:
         return all(isinstance(entry.message, _CHANGES_NOTHING) for entry in message.entries)
     return isinstance(message, _CHANGES_NOTHING)
-
-
-class _Torn:
-    """A payload that has not arrived as it was sent."""
-
-
-class _FlowEnds:
-    """The next message may have passed its last link, unless others have delayed it since."""
-
-
-class _TimeUp:
-    """A `Recv` that has waited long enough, if it is still the same one."""
-
-    def __init__(self, wait: int):
-        self.wait = wait
-
-
-class _Computed:
-    """A gradient (or a sleep's None, or what an all-reduce has come to) that will be there when its time has passed,
-    unless a message breaks it off."""
-
-    def __init__(self, result: Any, interruptible: bool, took_s: float = 0.0, sleeps: bool = False):
-        self.result, self.interruptible, self.took_s, self.sleeps = result, interruptible, took_s, sleeps
-        self.broken_off = False

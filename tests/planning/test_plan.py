@@ -53,6 +53,7 @@ def test_the_serial_fraction_of_a_synthetic_curve_is_found(sigma, kappa):
     [
         (ASYNC, conditions(between=LinkCost(0.0, 1e-7)), None, "server link"),
         (ASYNC, conditions(apply_s=0.1), None, "apply"),
+        (SYNC, conditions(push_s=0.1), None, "apply"),
         (SYNC, conditions(between=LinkCost(0.5, 0.0)), None, "latency"),
         (ALLREDUCE, conditions(between=LinkCost(0.0, 1e-7)), None, "allreduce link"),
         (ALLREDUCE, conditions(Times(Exponential(0.1))), None, "straggler tail"),
