@@ -261,10 +261,16 @@ class VirtualWorld:
         """Whether a rank takes time with what it has just received, as a server does with a push."""
         if not self.push_s or type(arrived[1]) is not Push:
             return False
-        process.computing = Computed(arrived, False, sleeps=True)
-        self._schedule(self.now_s + self.push_s, process, process.computing)
-        self._drive(process)
+        self._pass_time(process, self.push_s, arrived)
         return True
+
+    def _pass_time(
+        self, process: Process, seconds: float, answer: object = None, interruptible: bool = False
+    ) -> None:
+        """The rank goes on with `answer` when so much time has passed; its messages move meanwhile."""
+        process.computing = Computed(answer, interruptible, sleeps=True)
+        self._schedule(self.now_s + seconds, process, process.computing)
+        self._drive(process)
 
     def _advance(self, process: Process, answer: object) -> None:
         """Run a role until it has to wait for a message or for time to pass."""
@@ -291,9 +297,7 @@ class VirtualWorld:
             elif type(effect) is Sleep:
                 if trace is not None:
                     trace.sleep(effect.seconds)
-                process.computing = Computed(None, effect.interruptible, sleeps=True)
-                self._schedule(self.now_s + effect.seconds, process, process.computing)
-                self._drive(process)
+                self._pass_time(process, effect.seconds, interruptible=effect.interruptible)
                 return
             elif type(effect) is Recv:
                 if effect.upto is not None or process.rank in self._at_senders.upto:

@@ -83,8 +83,8 @@ def conditions(law=Constant(0.1, 0.0), network=Cluster(), **changes):  # noqa: B
     ],
 )
 def test_a_run_in_virtual_time_says_what_the_closed_form_says_where_there_is_one(runs, text, closed):
-    given = [conditions(), conditions(read_s=0.05), conditions(network=Cluster(gbit_per_s=0.1))]
-    for given in (*given, conditions(push_s=0.005)):
+    slow = conditions(network=Cluster(gbit_per_s=0.1))
+    for given in (conditions(), conditions(read_s=0.05), slow, conditions(push_s=0.005)):
         ran = throughput(virtual_setting(text, runs), given, 6)
         assert ran == pytest.approx(throughput(closed, given, 6), rel=0.05)
     halved = conditions(fixed=0.5)
