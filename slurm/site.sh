@@ -22,6 +22,7 @@ LAUNCH=(srun --mpi=pmix) # Open MPI 4 or 5
 # LAUNCH=(mpiexec --line-buffer) # HPE Cray's PALS, under PBS
 # LAUNCH=(flux run) # Flux
 # LAUNCH=(ibrun) # sites that wrap it: see whether it takes -n and -f
+# export MPITRAIN_FT=ulfm # srun with Open MPI 5, in tolerant.sbatch: workers and all-reduce ranks may die, and nodes
 # export MPITRAIN_FT=heartbeat # srun with MPICH or its kin: strategies with servers go on without a worker that dies
 
 # 3. Where ranks run on their node: cores and memory of the same NUMA domain; every rank sees all GPUs of its node.

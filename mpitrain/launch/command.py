@@ -120,8 +120,8 @@ def launch_command(ask: Asked) -> tuple[list[str], dict[str, str]]:
     """The command line and what to add to the environment.
 
     Raises:
-        UsageError: `ulfm` asked of a launcher other than the mpirun of Open MPI 5, `heartbeat` of other than srun and
-            MPICH; this Slurm has no plugin that the MPI speaks.
+        UsageError: `ulfm` asked of another MPI than Open MPI 5, under its mpirun or srun, `heartbeat` of other than
+            srun and MPICH; this Slurm has no plugin that the MPI speaks.
     """
     launcher, interface, host_args, environ = ask.launcher, ask.interface, ask.host_args, ask.environ
     num_ranks, fault_tolerance, program = str(ask.num_ranks), ask.fault_tolerance, ask.program
@@ -183,17 +183,15 @@ def _check_level(launcher: Launcher, fault_tolerance: str) -> None:
             f"--ft ulfm needs Open MPI 5, and {launcher.path} is of an older one, where MPI informs no rank of a "
             "rank's death: leave --ft out, which is `restart`, or load a module of Open MPI 5"
         )
-    if fault_tolerance == "ulfm" and launcher.flavour != "openmpi":
+    if fault_tolerance == "ulfm" and launcher.flavour != "openmpi" and (mpich or not srun):
         way_out = (
             "that is --ft heartbeat here, or leave it out, which is `restart`"
             if srun and mpich
-            else "Open MPI under srun is `restart`: leave --ft out, or take its mpirun by --mpi openmpi"
-            if srun
             else WITHOUT_ULFM
         )
         raise UsageError(
-            f"--ft ulfm needs Open MPI's mpirun; {launcher.path} is {launcher.flavour}, where MPI informs no rank of a "
-            f"rank's death: {way_out}"
+            f"--ft ulfm needs Open MPI under its mpirun or srun; {launcher.path} is {launcher.flavour}, where MPI "
+            f"informs no rank of a rank's death: {way_out}"
         )
     if fault_tolerance == "heartbeat" and not srun:
         way_out = (
@@ -207,8 +205,7 @@ def _check_level(launcher: Launcher, fault_tolerance: str) -> None:
         )
     if fault_tolerance == "heartbeat" and launcher.library == "openmpi":
         raise UsageError(
-            "--ft heartbeat needs MPICH, and mpi4py here loads Open MPI, which under srun is `restart`: leave --ft "
-            "out, or take Open MPI's own mpirun: --mpi openmpi --ft ulfm"
+            "--ft heartbeat needs MPICH, and mpi4py here loads Open MPI, which has a better level: --ft ulfm"
         )
 
 
@@ -246,8 +243,8 @@ def _srun_plugin(ask: Asked) -> str:
 def _srun_options(ask: Asked, plugin: str) -> list[str]:
     # One rank's failure ends the step; the site's default may leave the others waiting. Where they are to go on,
     # neither that default nor the site's WaitTime may end them.
-    heartbeat = ask.fault_tolerance == "heartbeat"
-    options = ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"] if heartbeat else ["--kill-on-bad-exit=1"]
+    goes_on = ask.fault_tolerance != "none"
+    options = ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"] if goes_on else ["--kill-on-bad-exit=1"]
     return [*options, f"--mpi={plugin}"] if plugin else options
 
 

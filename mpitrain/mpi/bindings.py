@@ -18,6 +18,7 @@ import sys
 import mpi4py
 
 from mpitrain.errors import UsageError
+from mpitrain.mpi.faults import under_slurm
 from mpitrain.mpi.faults.level import asks_for_heartbeat, asks_for_ulfm
 from mpitrain.system.home import give_home
 from mpitrain.system.launched import end_requests, rank_status
@@ -43,6 +44,9 @@ give_home()
 
 if asks_for_ulfm():  # what btl/tcp has by default, but for `put`
     os.environ.setdefault("OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma")
+
+if asks_for_ulfm() and under_slurm.is_from_slurm():
+    under_slurm.prepare()
 
 # Where all ranks are on one node, none of their ports is open to other hosts; under heartbeat UCX carries everything.
 if is_on_one_node() and not asks_for_heartbeat():

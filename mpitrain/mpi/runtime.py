@@ -26,7 +26,7 @@ from mpitrain.mpi.engine.board import MAX_RANKS
 from mpitrain.mpi.engine.doorbell import Doorbell, NodePeers, Place
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.failed_ranks import failed_ranks
-from mpitrain.mpi.faults import abort
+from mpitrain.mpi.faults import abort, under_slurm
 from mpitrain.mpi.faults.errors import is_lost_peer
 from mpitrain.mpi.faults.level import asks_for_heartbeat, asks_for_ulfm, why_not_asked_level
 from mpitrain.mpi.faults.self_destruct import self_destruct
@@ -195,8 +195,8 @@ class Runtime(Ranks):
         except UsageError as error:
             why_not = str(error)
         who = [node_key(), socket.gethostname(), processes.identity(), self.thread_level, own_cores()]
-        node_keys, self.hosts, self.processes, self._thread_levels, cores, places = map(
-            list, zip(*self.allgather([*who, bell and bell.memory.place]))
+        node_keys, self.hosts, self.processes, self._thread_levels, cores, places, no_ulfm = map(
+            list, zip(*self.allgather([*who, bell and bell.memory.place, under_slurm.why_not()]))
         )
         self._place(node_keys)
         self.shares_cores = are_shared([cores[rank] for rank in self._ranks_here()])
@@ -207,8 +207,24 @@ class Runtime(Ranks):
         self.allreduce_plan = Plan(self.nodes, self.library)
         self.local_rank = self.nodes[: self.rank].count(self.nodes[self.rank])
         self._meet_neighbours(bell, places)
+        if any(no_ulfm):
+            why_not = self._tell_level(no_ulfm) or why_not
         self.agree(UsageError(why_not) if why_not else None)
         self._start_reporting()
+
+    def _tell_level(self, no_ulfm: list[str]) -> str:
+        """Warn that this launch has not the level that was asked for, which all ranks know by these texts of theirs;
+        returns what is wrong where some ranks have it."""
+        rank = next(rank for rank, text in enumerate(no_ulfm) if text)
+        reason = f"rank {rank} on host {self.hosts[rank]}: {no_ulfm[rank]}"
+        if not all(no_ulfm):
+            return (
+                f"some ranks of this launch have ulfm and some have not ({reason}): leave --ft out, or have a C "
+                "compiler on all nodes"
+            )
+        if self.rank == 0:
+            tell(f"mpitrain: warning: this launch is `restart`, not `ulfm`: a death ends it ({reason})")
+        return ""
 
     def renumber(self, comm: MPI.Intracomm, survivors: list[int]) -> None:
         """Collective over `comm`, which holds the ranks `survivors` in this order: go on among them only. The
@@ -395,6 +411,9 @@ class Runtime(Ranks):
                 self._finish_groups()
             self.engine.stop(self._patience_s)
             self.barrier()
+            if self.fault_tolerance == "ulfm" and under_slurm.hangs_in_finalize():
+                flush(sys.stdout)
+                os._exit(self.exit_code)
             MPI.Finalize()
         except Exception as error:
             late = self.fault_tolerance == "heartbeat" and isinstance(error, TimeoutError)
@@ -423,7 +442,7 @@ class Runtime(Ranks):
 def fault_tolerance() -> str:
     """ "ulfm" if this launch survives failures and this MPI reports them, "heartbeat" if the launch survives them and
     MPI reports nothing."""
-    if asks_for_ulfm() and can_report_deaths():
+    if asks_for_ulfm() and can_report_deaths() and not under_slurm.why_not():
         return "ulfm"
     return "heartbeat" if asks_for_heartbeat() else "none"
 

@@ -234,7 +234,7 @@ launch() { # runs its arguments as the ranks of $RUN_DIR/hosts
     srun) # GPUs by --gpus-per-node, the device by the rank's place on its node: --gpus-per-task would hide the
         # neighbours' GPUs and break copies between them
         export SLURM_HOSTFILE=$RUN_DIR/hosts
-        if [[ ${MPITRAIN_FT:-} == heartbeat ]]; then
+        if [[ -n ${MPITRAIN_FT:-} ]]; then
             fate=(--kill-on-bad-exit=0 --no-kill --wait=0)
         fi
         if ((nodes >= ${FILES_FROM_NODES:-64})); then # a file a node, and here what comes from rank 0's node
@@ -256,7 +256,7 @@ launch() { # runs its arguments as the ranks of $RUN_DIR/hosts
             exec {shown}<&-
         fi
         # srun's code is that of the dead; a result from before this start's placement is another start's
-        if [[ ${MPITRAIN_FT:-} == heartbeat && $RUN_DIR/result.json -nt $RUN_DIR/hosts ]]; then
+        if [[ -n ${MPITRAIN_FT:-} && $RUN_DIR/result.json -nt $RUN_DIR/hosts ]]; then
             code=$(sed -n 's/^ *"exit_code": \\([0-9]*\\),*$/\\1/p' "$RUN_DIR/result.json")
         fi
         return "$code"

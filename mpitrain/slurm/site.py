@@ -64,6 +64,7 @@ _TEXT = """\
 
 # 2. How ranks start.
 {launch}
+# export MPITRAIN_FT=ulfm # srun with Open MPI 5, in tolerant.sbatch: workers and all-reduce ranks may die, and nodes
 # export MPITRAIN_FT=heartbeat # srun with MPICH or its kin: strategies with servers go on without a worker that dies
 
 # 3. Where ranks run on their node: cores and memory of the same NUMA domain; every rank sees all GPUs of its node.

@@ -49,13 +49,14 @@ class Account:
         self._meter.stop()
         return {"joules": self._meter.joules()}
 
-    def end(self, parts: Sequence[dict[str, Any]], wall_s: float) -> dict[str, Any]:
+    def end(self, parts: Sequence[dict[str, Any]], wall_s: float, lost: bool = False) -> dict[str, Any]:
         """Write the end down, on rank 0; returns what `result.json` says of all starts.
 
         Args:
-            parts: what `counted` has said on every rank that answers.
+            parts: what `counted` has said on every rank that answers; lost: whether others do not.
         """
-        source, joules = "slurm", joules_by_slurm()
+        # Slurm asks every node of the step, and waits for one that is gone.
+        source, joules = "slurm", None if lost else joules_by_slurm()
         if joules is None:
             nodes = [part["joules"] for part in parts if "joules" in part]
             source, joules = "rapl", sum(nodes) if nodes and None not in nodes else None

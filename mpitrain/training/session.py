@@ -202,7 +202,8 @@ class Session:
             self.before_result()
             result = result_of(self, gathered)
             if self.account:
-                result |= self.account.end([one.account for one in gathered], result["wall_s"])
+                lost = bool(self.runtime.lost or self.runtime.evicted)
+                result |= self.account.end([one.account for one in gathered], result["wall_s"], lost)
             if self.job.trace is not None and not any(one.traced_steps for one in gathered):
                 self.report.event("warning", text=nothing_traced(self.job.trace))
             report_end(self.report, result)

@@ -92,11 +92,10 @@ SRUN_MPICH = Launcher("srun", "/usr/bin/srun", "mpich")
 @pytest.mark.parametrize(
     ("launcher", "level", "told"),
     [
-        (MPICH, "ulfm", "--ft ulfm needs Open MPI's mpirun.*`restart`.*Cray MPICH, Intel MPI.*`heartbeat`"),
         (
-            SRUN,
+            MPICH,
             "ulfm",
-            "Open MPI under srun is `restart`: leave --ft out, or take its mpirun by --mpi openmpi",
+            "--ft ulfm needs Open MPI under its mpirun or srun.*`restart`.*Cray MPICH, Intel MPI.*`heartbeat`",
         ),
         (SRUN_MPICH, "ulfm", "that is --ft heartbeat here, or leave it out"),
         (
@@ -105,7 +104,7 @@ SRUN_MPICH = Launcher("srun", "/usr/bin/srun", "mpich")
             "--ft heartbeat needs srun and MPICH.*ends the job when a rank dies: --ft ulfm",
         ),
         (MPICH, "heartbeat", "--ft heartbeat needs srun and MPICH.*or run inside a Slurm allocation"),
-        (SRUN, "heartbeat", "mpi4py here loads Open MPI, which under srun is `restart`"),
+        (SRUN, "heartbeat", "mpi4py here loads Open MPI, which has a better level: --ft ulfm"),
     ],
 )
 def test_a_level_that_a_launch_cannot_have_is_refused_with_the_way_out(
@@ -115,13 +114,18 @@ def test_a_level_that_a_launch_cannot_have_is_refused_with_the_way_out(
         golden(launcher, 2, 2, fault_tolerance=level)
 
 
-@pytest.mark.parametrize(("library", "plugin"), [("mpich", " --mpi=pmi2"), (None, "")])
-def test_under_heartbeat_srun_leaves_the_others_alone(library: str | None, plugin: str) -> None:
+@pytest.mark.parametrize(
+    ("library", "plugin", "level"),
+    [("mpich", " --mpi=pmi2", "heartbeat"), (None, "", "heartbeat"), ("openmpi", " --mpi=pmix", "ulfm")],
+)
+def test_srun_leaves_the_others_alone_where_they_are_to_go_on(
+    library: str | None, plugin: str, level: str
+) -> None:
     """Neither a bad exit nor a node that fails nor the site's WaitTime ends the step."""
     launcher = Launcher("srun", "/usr/bin/srun", library)
-    arguments, env = golden(launcher, 4, 2, environ=IN_SLURM, fault_tolerance="heartbeat")
+    arguments, env = golden(launcher, 4, 2, environ=IN_SLURM, fault_tolerance=level)
     assert arguments == f"-n 4 --kill-on-bad-exit=0 --no-kill --wait=0{plugin}"
-    assert env == {"MPITRAIN_FT": "heartbeat", "OMP_NUM_THREADS": "8", "SRUN_CPUS_PER_TASK": "8"}
+    assert env == {"MPITRAIN_FT": level, "OMP_NUM_THREADS": "8", "SRUN_CPUS_PER_TASK": "8"}
 
 
 def test_ranks_on_other_hosts_get_the_variables_and_no_guess_about_cores() -> None:
@@ -188,7 +192,10 @@ def test_flux_and_pals_start_ranks_on_the_nodes_of_their_job(tmp_path: Path) -> 
     hosts.write_text("n1\nn1\nn2\nn2\nn3\n")
     assert golden(PALS, 8, 2, environ={"PBS_NODEFILE": str(hosts)}) == ("-n 8 --ppn 3", {})
     assert golden(PALS, 6, 2) == ("-n 6 --ppn 6", {})
-    for level, told in (("ulfm", "needs Open MPI's mpirun"), ("heartbeat", "needs srun and MPICH")):
+    for level, told in (
+        ("ulfm", "needs Open MPI under its mpirun or srun"),
+        ("heartbeat", "needs srun and MPICH"),
+    ):
         with pytest.raises(UsageError, match=told):
             golden(PALS, 2, 2, fault_tolerance=level)
 

@@ -30,12 +30,12 @@ def resumes(site: Site, run: str) -> list[int]:
     return [row["samples"] for row in rows if row.get("event") == "resume"]
 
 
-def wait_until_held(site: Site, job: str, run: str) -> None:
-    """Until both workers stand at their sixtieth batch, which they leave only when they are told to end."""
+def wait_until_held(site: Site, job: str, run: str, num_workers: int = 2) -> None:
+    """Until all workers stand at their sixtieth batch, which they leave only when they are told to end."""
 
     def held() -> bool:
         assert site.state(job) in ("PENDING", "RUNNING", "COMPLETING"), site.output(job)
-        return len(list(site.folder.glob(f"{run}.held-*"))) == 2
+        return len(list(site.folder.glob(f"{run}.held-*"))) == num_workers
 
     site.cluster.wait_for(held, f"the workers of job {job} to be held", 250)
 

@@ -18,7 +18,7 @@ def asks_for_ulfm() -> bool:
 
 
 def _enabled(environ: Mapping[str, str]) -> bool:
-    """Open MPI's mpirun sets it for `--with-ft ulfm`."""
+    """Open MPI's mpirun sets it for `--with-ft ulfm`, and `under_slurm.py` where srun has started the ranks."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "enabled")
 
 
@@ -38,7 +38,7 @@ def why_not_asked_level(library: str, has_ulfm: bool, environ: Mapping[str, str]
     if has_ulfm:
         return (
             "MPITRAIN_FT=ulfm needs a launch that has it, and this one has not: mpirun --with-ft ulfm ..., or mpitrain "
-            "launch --ft ulfm -n N ...; Open MPI under srun is `restart`: leave it out"
+            "launch --ft ulfm -n N ..., or srun --mpi=pmix -K0 --no-kill --wait=0 ..."
         )
     return (
         "MPITRAIN_FT=ulfm needs an MPI that informs ranks of a death, which Open MPI 5 under its own mpirun does, and "

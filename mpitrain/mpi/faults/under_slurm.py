@@ -1,0 +1,84 @@
+"""ULFM where Slurm's PMIx plugin has started the ranks of Open MPI, and no launcher of Open MPI has prepared it.
+
+Three things are missing there. Open MPI's settings for ULFM, which its launcher takes from a file (`ft-mpi`), come from
+here. A node that falls silent without a closed connection is found by Open MPI's detector, which needs its thread: a
+rank may compute for longer between two calls of MPI than a node may be silent. And Open MPI tells Slurm of each rank
+that has died, upon which the plugin ends the step: a library of one function that does nothing takes the place of
+PMIx's, and has to be loaded before MPI is. It is built by the C compiler of the node when it is needed, and is gone as
+soon as it is loaded, so that nodes share no file. This file imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import MutableMapping
+from pathlib import Path
+
+# What `mpirun --with-ft ulfm` takes from Open MPI's own file, and the detector, which it leaves off.
+_SETTINGS = {
+    "mpi_ft_enable": "1", "pml": "ob1", "btl": "^usnic,ofi", "coll": "^hcoll,portals4", "mtl": "^ofi,portals4,psm2",
+    "btl_base_warn_peer_error": "0",
+    "mpi_ft_detector": "1", "mpi_ft_detector_thread": "1", "mpi_ft_detector_period": "2",
+    "mpi_ft_detector_timeout": "10", "mpi_ft_propagator_with_rbcast": "1",
+}  # fmt: skip
+_DETECTOR = "OMPI_MCA_mpi_ft_detector"
+# As in pmix.h: PMIx_Notify_event(status, source, range, info, number of infos, callback, its data).
+_SOURCE = """\
+int PMIx_Notify_event(int status, const void *source, unsigned char range, const void *info, unsigned long num_infos,
+                      void *callback, void *data)
+{
+    (void)status, (void)source, (void)range, (void)info, (void)num_infos, (void)callback, (void)data;
+    return 0;
+}
+"""
+_COMPILER_S = 30  # on a slow file system
+
+_why_not = ""
+
+
+def is_from_slurm() -> bool:
+    """Whether Slurm's PMIx plugin has started this rank, and not a launcher of Open MPI inside a job of Slurm."""
+    return os.environ.get("PMIX_NAMESPACE", "").startswith("slurm.")
+
+
+def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Before MPI is loaded: set what nobody has set, and keep Open MPI of this process from telling Slurm of a death.
+    `why_not()` says afterwards whether that has come about."""
+    global _why_not
+    for name, value in _SETTINGS.items():
+        environ.setdefault(f"OMPI_MCA_{name}", value)
+    if "mpi4py.MPI" in sys.modules:
+        _why_not = "the program imports mpi4py.MPI before mpitrain, and MPI has found Slurm's PMIx by then"
+        return
+    compiler = shlex.split(environ.get("CC", "")) or ["cc"]
+    try:
+        _load(compiler)
+    except (OSError, subprocess.SubprocessError) as error:
+        _why_not = f"{compiler[0]} builds no library here that keeps the word of a death from Slurm ({error})"
+
+
+def _load(compiler: list[str]) -> None:
+    with tempfile.TemporaryDirectory(prefix="mpitrain-") as folder:
+        source, library = Path(folder, "no_notice.c"), Path(folder, "no_notice.so")
+        source.write_text(_SOURCE)
+        command = [*compiler, "-shared", "-fPIC", "-o", str(library), str(source)]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILER_S)
+        if run.returncode:
+            raise OSError(" ".join([f"exit code {run.returncode}", *run.stderr.strip().splitlines()[-1:]]))
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def why_not() -> str:
+    """Why Slurm would be told of a death all the same, and end the step; empty where it would not, or need not."""
+    return _why_not
+
+
+def hangs_in_finalize() -> bool:
+    """Whether `MPI_Finalize` would never return: beside the detector's thread of Open MPI 5.0.11 under srun it does
+    not, not even where nobody has died (2 of 2 runs; 0 of 3 without the detector)."""
+    return is_from_slurm() and os.environ.get(_DETECTOR, "0").lower() in ("1", "true", "yes", "enabled")

@@ -1,0 +1,35 @@
+"""A node dies under srun, and the job goes on within its step."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.slurm.conftest import Site
+from tests.slurm.test_lifetime import HELD, NUM_SAMPLES, fom, result_of, resumes, wait_until_held
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(580)]
+
+
+@pytest.mark.parametrize("strategy", ["allreduce()", pytest.param("async()", marks=pytest.mark.extended)])
+def test_the_others_go_on_without_a_node_that_dies(site: Site, strategy: str) -> None:
+    """All samples count, nothing is started again, and the dead rank is named; that rank was held with the others."""
+    run = strategy.rstrip("()")
+    words = ("--nodes=3", "--gpus-per-node=1", "slurm/tolerant.sbatch", HELD, "--strategy", strategy)
+    job = site.sbatch(
+        *words, "--checkpoint-every", "never", RUN_DIR=run, HOLD=run, SPARE_NODES="0", MPITRAIN_FT="ulfm"
+    )
+    wait_until_held(site, job, run, num_workers=3)
+    hosts = (site.folder / run / "hosts").read_text().split()
+    batch_host = site.cluster.ask("scontrol", "show", "job", job).partition("BatchHost=")[2].split()[0]
+    dead = hosts[-1]
+    assert dead != batch_host and hosts.count(dead) == 1
+    site.cluster.kill_node(dead)
+    (site.folder / f"{run}.go").touch()
+    try:
+        told = site.wait(job)
+    finally:
+        site.cluster.start_node(dead)
+    result = result_of(site, run)
+    assert fom(told)["status"] == "ok" and "attempt 2" not in told and resumes(site, run) == [], told
+    assert (result["fault_tolerance"], result["lost"]) == ("ulfm", {str(len(hosts) - 1): "died"}), told
+    assert result["samples"] == NUM_SAMPLES, told
