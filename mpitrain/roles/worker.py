@@ -155,9 +155,8 @@ class Worker:
         self.stopped = False
         self.compute_s = self.wait_s = 0.0
         self._unpushed: list[Gradient] = []
-        self._since_pull = self._num_prefetched = 0
+        self._since_pull = self._num_prefetched = self._num_awaited = 0  # awaited: pushes without an answer
         self._joined = self._standby = self._requested = False
-        self._num_awaited = 0  # pushes that have not been answered
         self._reduction: Reduction | None = None  # that has begun
 
     def run(self) -> Role:
@@ -165,6 +164,7 @@ class Worker:
         yield from self._broadcast(Join(self.step))
         yield from self.collect()
         self._joined = True
+        yield from self._idle()  # where others hold all that is left
         epoch = self.validations.epoch_of(self.batches[0][0].epoch if self.batches else 0)
         self._requested = self._requested or (self.validates and self.validations.over)  # at the start before
         while not self.stopped and (self.batches or not self.rhythm.leased):

@@ -107,6 +107,14 @@ def test_a_run_that_no_worker_is_left_to_finish_says_so():
     assert True in ends and False in ends
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+def test_one_that_finds_all_batches_dealt_stays_for_those_that_hold_them(servers):
+    strategy = on_servers(COURSE["async"](3), servers, 3)
+    ended = run(strategy, 3, kills=((0, servers), (1, servers)), batches=2)
+    assert ended.died() and ended.servers[0].summary()["failure"] == ""
+    assert ended.servers[0].processed.num_samples() == 2
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     row=st.sampled_from(sorted(COURSE)),
