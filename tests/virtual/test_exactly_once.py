@@ -6,11 +6,13 @@ told to end at every moment, and one that is killed goes on from every checkpoin
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpitrain.strategies import Warmup
 from tests.sampling import sampled
 from tests.virtual.course import on_servers
 from tests.virtual.legs import COURSE, EPOCHS, SAMPLES, WORKERS, check, run
@@ -105,6 +107,20 @@ def test_a_run_that_no_worker_is_left_to_finish_says_so():
             else:
                 check("sync", ended)
     assert True in ends and False in ends
+
+
+@pytest.mark.parametrize("row", ["async", "sync", "bounded, pushes of two, drop"])
+def test_a_warm_up_whose_only_worker_dies_is_over(row):
+    """All others take over, at the version that all servers have then come to."""
+    for servers in (1, 3):
+        strategy = replace(on_servers(COURSE[row](WORKERS), servers, WORKERS), warmup=Warmup(1, 1.0))
+        at, died = 0, True
+        while died:
+            ended = run(strategy, kills=((0, at),), seed=at, most_s=0.0)
+            check(row, ended)
+            assert all(replica.pushed for replica in ended.replicas[1:])
+            at, died = at + 1, ended.died()
+        assert at > 10 * servers
 
 
 @pytest.mark.parametrize("servers", [1, 2])

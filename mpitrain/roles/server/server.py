@@ -315,12 +315,16 @@ class Server:
             return
         pushed = self.counts.samples_accepted + self.counts.samples_dropped
         if self.strategy.warmup.is_over(pushed, self.pace.epoch_samples):
-            newcomers = sorted(present - active - standby)
-            for worker in newcomers:
-                self.strategy.on_join(self.memory, worker, self.table.active)
-                self.table.take_part(worker)
-            self.leases.first(newcomers, self.table.active)
-            yield from self._admit_joining()
+            yield from self._let_all_in()
+
+    def _let_all_in(self) -> Steps:
+        """Whoever is present takes part from now on."""
+        newcomers = sorted(self.table.present - self.table.active - self.table.standby)
+        for worker in newcomers:
+            self.strategy.on_join(self.memory, worker, self.table.active)
+            self.table.take_part(worker)
+        self.leases.first(newcomers, self.table.active)
+        yield from self._admit_joining()
 
     def _admit_joining(self) -> Steps:
         for worker in sorted(self.table.joining):
