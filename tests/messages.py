@@ -129,7 +129,7 @@ MESSAGES: tuple[Message, ...] = (
     PartialNorm(7, 0.75),
     Ended(),
     Announced(),
-    Ordered(3, "silent"),
+    Ordered(3, "silent", 2),
     PullRows(7, PAYLOAD, trains=False),
     Rows(41, PAYLOAD),
     BUNDLE,

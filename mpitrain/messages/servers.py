@@ -26,10 +26,12 @@ class Ordered(Sent):
 
     worker: its rank.
     how: as in `Lost`, where it takes up that the worker is lost; otherwise empty.
+    update: the number of the last update that it has begun.
     """
 
     worker: int
     how: str = ""
+    update: int = 0
 
 
 @message(Kind.ENDED)

@@ -92,7 +92,7 @@ _TABLE: dict[type[Message], str] = {
     messages.Average: "version payload",
     messages.PartialNorm: "version=update loss=squares",
     messages.Ended: "",
-    messages.Ordered: "step=worker text=how",
+    messages.Ordered: "step=worker version=update text=how",
     messages.Bundle: "entries samples=num_taken",
     messages.Told: "step text",
 }

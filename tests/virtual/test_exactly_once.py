@@ -109,7 +109,7 @@ def test_a_run_that_no_worker_is_left_to_finish_says_so():
     assert True in ends and False in ends
 
 
-@pytest.mark.parametrize("row", ["async", "sync", "bounded, pushes of two, drop"])
+@pytest.mark.parametrize("row", ["async", "sync", "bounded, pushes of two, drop", "sync, clipped"])
 def test_a_warm_up_whose_only_worker_dies_is_over(row):
     """All others take over, at the version that all servers have then come to."""
     for servers in (1, 3):

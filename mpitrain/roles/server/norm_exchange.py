@@ -7,7 +7,8 @@ them. The n-th update of one shard goes with the n-th of the others, counted fro
 
 Invariants: all servers take up the workers' messages in the same order, that of the dealing server, which sends it to
 the others. So each update is of the same gradients on all shards. Only where a worker dies between its messages to two
-servers may they differ: another server then makes the dealing server's update with what it has, be it nothing, and
+servers may they differ: another server then makes the dealing server's update with what it has, be it nothing, before
+it takes up what the dealing server took up after that update; that the worker is lost it takes up in its turn, too. And
 nobody waits for a server that makes no further update: it says so (`Ended`). While a server waits for the others it
 goes on answering signs of life; all else is put off until its update is made.
 """
@@ -84,9 +85,15 @@ class NormExchange:
         """Whether all parts of this update are here that will come."""
         return set(self.others) <= self.ended | set(self._squares[number])
 
-    def is_behind(self, leader: int) -> bool:
-        """Whether `leader` has begun an update that this server has not."""
-        return leader in self._squares.get(self.number + 1, {})
+    @property
+    def leader(self) -> int:
+        """The dealing server, of another one."""
+        return min(self.others)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the dealing server has begun an update that this one has not."""
+        return self.leader in self._squares.get(self.number + 1, {})
 
     def take_norm(self, number: int) -> float:
         """The norm of the update."""
@@ -130,10 +137,19 @@ class _Listener(FailureDetector):
         return self._due()
 
     @property
-    def follows(self) -> bool:
-        """Whether all that the dealing server has taken up was taken up here."""
-        done = all(self.is_lost(one.worker) for one in self._order)
-        return done and self.serves and not self.leads and not self.waits_for_servers
+    def is_behind(self) -> bool:
+        """Whether an update of the dealing server is due here, for want of a message that a worker died before: all
+        that was taken up before it was taken up here."""
+        if self.leads or not self.serves or self.waits_for_servers:
+            return False
+        following = self._following()
+        return self.exchange.is_behind if following is None else self.exchange.number < following.update
+
+    def _following(self) -> Ordered | None:
+        """What the dealing server has taken up next, as far as it is known."""
+        while self._order and self.is_lost(self._order[0].worker):
+            self._order.popleft()
+        return self._order[0] if self._order else None
 
     def _due(self) -> Arrived | None:
         """What is to be taken up next, if it is here."""
@@ -145,19 +161,31 @@ class _Listener(FailureDetector):
             if self.is_lost(arrived[0]) or isinstance(arrived[1], UNORDERED):
                 self._put_off.remove(arrived)
                 return arrived
-        while self._order and self.is_lost(self._order[0].worker):
-            self._order.popleft()
-        if not self._order:
+        following = self._following()
+        if following is None:
+            return self._last_loss()
+        if self.exchange.number < following.update:
             return None
-        worker, how = self._order[0].worker, self._order[0].how
+        worker, how = following.worker, following.how
         if how:
             self._order.popleft()
             return worker, Lost(how)
         for arrived in self._put_off:
-            if arrived[0] == worker:  # or that it has died, before it could send this shard the same
+            if arrived[0] == worker:
                 self._order.popleft()
+                if isinstance(arrived[1], Lost):  # it died before it could send this shard the same
+                    return None
                 self._put_off.remove(arrived)
                 return arrived
+        return None
+
+    def _last_loss(self) -> Arrived | None:
+        """That a worker is lost whose turn will not come: the dealing server has ended without it."""
+        if self.exchange.leader in self.exchange.ended:
+            for arrived in self._put_off:
+                if isinstance(arrived[1], Lost):
+                    self._put_off.remove(arrived)
+                    return arrived
         return None
 
 
@@ -198,12 +226,12 @@ class ClippingServer(FaultTolerantServer):
             self._listener.serves = False
             yield from self._end()
         elif self.leads and not isinstance(arrived[1], UNORDERED):
-            yield from self._inform(Ordered(arrived[0]))
+            yield from self._inform(Ordered(arrived[0], update=self.exchange.number))
         return arrived
 
     def _lose(self, worker: int, how: str) -> Steps:
         if self.leads and not self.table.is_lost(worker):
-            yield from self._inform(Ordered(worker, how))
+            yield from self._inform(Ordered(worker, how, self.exchange.number))
         yield from super()._lose(worker, how)
 
     def _look_for_silence(self, now_s: float) -> Steps:
@@ -217,7 +245,7 @@ class ClippingServer(FaultTolerantServer):
     def _before_listening(self) -> Steps:
         if self._over:  # what is still gathered is of no use to the others
             yield from self._end()
-        elif self._listener.follows and self.exchange.is_behind(min(self.exchange.others)):
+        elif self._listener.is_behind:
             yield from self._carry_out(Verdict(0.0, True, tuple(sorted(self.table.blocked))))
 
     def _end(self) -> Steps:
