@@ -32,7 +32,7 @@
 #                           (options: make evidence ARGS="--dry-run", ARGS="--minutes 60", ARGS="--only reader sparse")
 #   make hostile            read files made to do harm, and good ones with random damage, some minutes
 #                                                                    (options: make hostile ARGS="--seeds 50 --record")
-#   make seeds              run servers and workers in virtual time, one drawn course a seed, for 8 hours, in pieces
+#   make seeds              run the roles of all families in virtual time, one drawn course a seed, for 8 hours, in pieces
 #                                                                    (options: make seeds ARGS="--minutes 60", ARGS="--only 7")
 #   make mutants            plant 200 small faults, one at a time, and count those that the tests see; hours, in pieces
 #                                                                    (options: make mutants ARGS="--minutes 60 --jobs 2")
