@@ -46,6 +46,7 @@ class PartPlan:
         on_written: is called by the writer's thread with the folder and the names of all parts, where this rank knows
             them, when its own part is written.
         faults: what `--inject` orders of this part's writes: ("disk_full" or "corrupt_file", number of the write).
+        drawn: asked before each write: the same of it, at times that are drawn.
         pauses: nothing is copied, and the role waits until its part is written.
     """
 
@@ -62,6 +63,7 @@ class PartPlan:
     faults: frozenset[tuple[str, int]] = frozenset()
     on_written: Callable[[Path, tuple[str, ...]], None] = lambda folder, parts: None
     pauses: bool = False
+    drawn: Callable[[], Sequence[str]] = tuple
 
 
 class CheckpointWriter:
@@ -165,12 +167,19 @@ class CheckpointWriter:
         began_s, rests = time.monotonic(), Rests(self._hurry)
         number, folder = self._num_begun, folder_of(self.plan.run_dir, checkpoint_at)
         self._num_begun += 1
-        full = ("disk_full", number) in self.plan.faults
+        due = [how for how, at in self.plan.faults if at == number] + [*self.plan.drawn()]
         try:
             self.num_bytes += write_part(
-                folder, self.plan.part, state, self.plan.identity, parts, self.plan.about, full, rests.take
+                folder,
+                self.plan.part,
+                state,
+                self.plan.identity,
+                parts,
+                self.plan.about,
+                "disk_full" in due,
+                rests.take,
             )
-            if ("corrupt_file", number) in self.plan.faults:
+            if "corrupt_file" in due:
                 corrupt_part(folder, self.plan.part)
             if parts:  # the first part knows what is complete
                 self.plan.on_written(folder, parts)

@@ -162,6 +162,7 @@ class _Launch:
         self.launcher = find_launcher(arguments.mpi)
         self.trains, self.survives_deaths = words[0] == "train", arguments.ft != "none"
         self.run_dir = _run_dir(words, inner) if self.trains or self.survives_deaths else None
+        self.insists = self.trains and _has_rate(inner)
         self.host_args = _split(arguments.host_args)
         self.local = is_local(self.launcher, self.host_args, os.environ)
         if whose := left_to_launcher(self.launcher, self.host_args, os.environ):
@@ -181,7 +182,14 @@ class _Launch:
                 return self._once(folder, more)
 
             if self.trains and self.run_dir:
-                return relaunch(once, self.run_dir, self.arguments.max_restarts, self.requests, self._is_ours)
+                return relaunch(
+                    once,
+                    self.run_dir,
+                    self.arguments.max_restarts,
+                    self.requests,
+                    self._is_ours,
+                    self.insists,
+                )
             return self.requests.exit_code(once([]).code)
 
     @contextlib.contextmanager
@@ -331,6 +339,16 @@ def _run_dir(words: list[str], inner: argparse.Namespace | None) -> Path:
     job = getattr(inner, "job", None) or next((word for word in words if word.endswith(".py")), "run")
     name = Path(job.replace(":", ".")).stem if job.endswith(".py") else re.split(r"[.:/]", job)[-1]
     return default_run_dir(name).absolute()
+
+
+def _has_rate(inner: argparse.Namespace | None) -> bool:
+    """Whether faults are ordered for the whole run."""
+    given = getattr(inner, "inject", None) or ()
+    if not given:
+        return False
+    from mpitrain.inject import orders_among, read
+
+    return bool(orders_among(read(given)))
 
 
 def _split(text: str) -> list[str]:

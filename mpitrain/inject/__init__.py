@@ -2,11 +2,13 @@
 
     --inject "slow(worker=2, factor=5)"  --inject "pause(worker=1, at_step=50, seconds=2)"
     --inject "kill(worker=2, at_step=50)"  --inject "disk_full(at_write=1)"
+    --inject "poisson(mtbf_s=15)"
 
 Invariants: injection happens at the effect seam and nowhere else. `Straggler.wrap` passes every effect
 of a role through and, after a gradient of its worker, yields a `Sleep` or a `Break`; the role, the strategy and the
 server stay as they are. A slow worker sleeps, it does not spin: it must not take a core from the others. Which
-gradients are hit is a function of (seed, worker, step), never of timing. Off unless asked for.
+gradients are hit is a function of (seed, worker, step), never of timing; faults at a rate are hit by the clock. Off
+unless asked for.
 
     fault                 over MPI                                in virtual time
     kill, segv, raise     the process dies so, and under ULFM     its servers learn that it is lost
@@ -18,10 +20,12 @@ gradients are hit is a function of (seed, worker, step), never of timing. Off un
     torn                  the stamps of its next payload differ: the server that gets it ends the run
     disk_full, corrupt_file    of checkpoints: a run goes on from one before it
     crash                 refused                                 the whole job is started again
+    poisson               any of these but crash and kill_at_end, at times that are drawn (`drawn.py`)
 
 `worker` is the worker's index, 0 to N - 1, whatever its rank is; `step` counts its own gradients from 0.
 """
 
+from mpitrain.inject.drawn import Due, Poisson, asks_for, falls_silent, mtbf_of, orders_among
 from mpitrain.inject.straggler import Straggler
 from mpitrain.inject.values import (
     SILENT,
@@ -56,6 +60,7 @@ __all__ = [
     "CorruptFile",
     "Crash",
     "DiskFull",
+    "Due",
     "Exit",
     "Fault",
     "FileFault",
@@ -64,6 +69,7 @@ __all__ = [
     "KillAtEnd",
     "Nan",
     "Pause",
+    "Poisson",
     "Raise",
     "SILENT",
     "Segv",
@@ -74,8 +80,12 @@ __all__ = [
     "Straggler",
     "Torn",
     "Wedge",
+    "asks_for",
     "check_real",
     "check_workers",
+    "falls_silent",
+    "mtbf_of",
+    "orders_among",
     "read",
     "texts",
 ]

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from mpitrain.effects import Break, Compute, Effect, Interrupted, Now, Role, Sleep, replaced
+from mpitrain.inject.drawn import Due
 from mpitrain.inject.values import AtWorker, Fault, Injection, Kill, KillAtEnd, Nan, SlowReader
 
 
@@ -19,16 +20,22 @@ class Straggler:
         injections: everybody's; those of other workers are ignored.
         worker: this worker's index.
         seed: the run's.
+        drawn: what is drawn for this worker.
     """
 
-    def __init__(self, injections: tuple[Injection, ...], worker: int, seed: int):
+    def __init__(self, injections: tuple[Injection, ...], worker: int, seed: int, drawn: Due | None = None):
         mine = tuple(one for one in injections if isinstance(one, AtWorker) and one.worker == worker)
         self.injections, self.faults = mine, tuple(one for one in mine if isinstance(one, Fault))
         self.last_order = tuple(one for one in mine if isinstance(one, KillAtEnd))
         self.ended_by: list[str] = []
-        self.worker, self.seed = worker, seed
+        self.worker, self.seed, self.drawn = worker, seed, drawn
         self.step = self.sleeps = 0
         self.slept_s = 0.0
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether anything may happen to this worker."""
+        return bool(self.injections or self.drawn)
 
     def sleep_s(self, compute_s: float) -> float:
         """One gradient more, which took `compute_s`: seconds to sleep now, counted as slept."""
@@ -39,13 +46,15 @@ class Straggler:
         return seconds
 
     def breaks(self, step: int) -> list[Break]:
-        """What is to break after gradient number `step`."""
-        due = [one for one in self.faults if one.at_step == step and not isinstance(one, Nan)]
-        return [Break(one.name, one.after_s if isinstance(one, Kill) else 0.0) for one in due]
+        """What is to break after gradient number `step`; ask once. Of "nan" this gradient is not finite."""
+        due = [one for one in self.faults if one.at_step == step]
+        drawn = self.drawn.take() if self.drawn else []
+        ordered = [Break(one.name, one.after_s if isinstance(one, Kill) else 0.0) for one in due]
+        return [*ordered, *map(Break, drawn)]
 
     def wrap(self, role: Role) -> Role:
         """The role, its gradients followed by the sleeps and faults; the role itself if nothing is ordered."""
-        return self._wrapped(role) if self.injections else role
+        return self._wrapped(role) if self.is_ordered else role
 
     def _wrapped(self, role: Role) -> Role:
         late_s = sum(one.seconds for one in self.injections if isinstance(one, SlowReader))
@@ -65,9 +74,11 @@ class Straggler:
             return answer
         step = self.step
         seconds = self.sleep_s((yield Now()) - began_s)
-        yield from self.breaks(step)
-        if any(isinstance(one, Nan) and one.at_step == step for one in self.faults):
-            answer = answer._replace(loss=math.nan, finite=False)
+        for order in self.breaks(step):
+            if order.how == Nan.name:
+                answer = answer._replace(loss=math.nan, finite=False)
+            else:
+                yield order
         if seconds > 0 and (broken_off := (yield Sleep(seconds, effect.interruptible))) is not None:
             return broken_off  # the gradient was not finished yet, as far as its role knows
         return answer
@@ -75,9 +86,10 @@ class Straggler:
     def counts(self) -> list[dict[str, Any]]:
         """For `result.json`: how often and how long this worker slept; empty if nothing was ordered."""
         row: dict[str, Any] = {"worker": self.worker, "sleeps": self.sleeps, "slept_s": self.slept_s}
-        if self.faults or self.last_order:
-            row["faults"] = [one.name for one in self.faults if one.at_step < self.step] + self.ended_by
-        return [row] if self.injections else []
+        if self.faults or self.last_order or self.drawn:
+            ordered = [one.name for one in self.faults if one.at_step < self.step]
+            row["faults"] = ordered + (self.drawn.taken if self.drawn else []) + self.ended_by
+        return [row] if self.is_ordered else []
 
     def state(self) -> dict[str, Any]:
         """Where the worker is, JSON-able."""

@@ -27,8 +27,8 @@ class Request(NamedTuple):
     num_workers: int
 
     def injection(self, *kinds: type[inject.Injection]) -> inject.Injection | None:
-        """The first one of these kinds."""
-        return next((one for one in self.overrides.injections if isinstance(one, kinds)), None)
+        """The first one of these kinds, or that draws them by name."""
+        return next((one for one in self.overrides.injections if inject.asks_for(one, *kinds)), None)
 
 
 class Asked(NamedTuple):

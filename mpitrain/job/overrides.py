@@ -167,8 +167,9 @@ class Overrides:
         'delay a worker, as often as you like: "slow(worker=2, factor=5)", "pause(worker=1, '
         'at_step=50, seconds=2)" or "stall(worker=0, chance=0.1, seconds=1)"; or make it fail by kill, segv, exit, '
         'raise, stop, wedge, nan or torn, as in "kill(worker=2, at_step=50)"; or "disk_full(at_write=0)", '
-        '"corrupt_file(at_write=0)" of checkpoints; or, simulated, "crash(mtbf_s=3600)" the whole job; the worker is '
-        "its index among the workers, from 0, and at_step counts in every start of the run anew",
+        '"corrupt_file(at_write=0)" of checkpoints; or faults of all kinds at a rate, "poisson(mtbf_s=15)", over all '
+        'starts of the run; or, simulated, "crash(mtbf_s=3600)" the whole job; the worker is its index among the '
+        "workers, from 0, and at_step counts in every start of the run anew",
         "TEXT", default=(),
     )  # fmt: skip
     run_dir: str | None = option(

@@ -338,13 +338,15 @@ def relaunch(
     max_restarts: int,
     requests: Requests,
     is_ours: Callable[[str], bool] = lambda attempt: True,
+    insists: bool = False,
 ) -> int:
     """Run `once([])`, and `once(["--resume", "auto"])` after each failure that left another newest checkpoint than was
     there before, with more samples than that start had begun with, and room for one more; returns the last exit code. A
     start in which a rank has died before the first step is tried once more as it was. Nothing is started again once a
     signal has asked for an end: a run that would have been is then one to run again, and how it goes on is told.
-    `is_ours`: whether a start of this id is one of this launch."""
-    code = _relaunched(once, run_dir, max_restarts, requests, is_ours)
+    `is_ours`: whether a start of this id is one of this launch; `insists`: faults are ordered at a rate, so that a
+    start that has come no further is followed by another."""
+    code = _relaunched(once, run_dir, max_restarts, requests, is_ours, insists)
     if requests.stop and code in (EXIT_INTERRUPTED, EXIT_ENDED_AT_ONCE, EXIT_REQUEUE):
         samples = progress(run_dir).samples
         goes_on = f"--run-dir {run_dir} --resume auto goes on from the checkpoint at {samples} samples"
@@ -360,15 +362,16 @@ def _relaunched(
     max_restarts: int,
     requests: Requests,
     is_ours: Callable[[str], bool],
+    insists: bool,
 ) -> int:
     before, words, tried = progress(run_dir), list[str](), False
     outcome = once(words)
     for number in range(1, max_restarts + 1):
         newest = progress(run_dir)
         gets_on = newest != before and newest.gets_on and is_ours(newest.attempt)
-        if outcome.final or outcome.code in _FINAL or not (gets_on or outcome.early):
+        if outcome.final or outcome.code in _FINAL or not (gets_on or outcome.early or insists):
             break
-        if tried and not gets_on:
+        if tried and not (gets_on or insists):
             reason = "again a rank has died before the first step, which has a cause that stays"
             tell(f"mpitrain: not started again: {reason}")
             break
@@ -381,9 +384,9 @@ def _relaunched(
             )
             break
         origin = "as it was started, once: it had not come to its first step"
-        if gets_on:
+        if gets_on or insists:
             before, words = newest, ["--resume", "auto"]
-            origin = f"from the checkpoint at {newest.samples} samples"
+            origin = f"from the checkpoint at {newest.samples} samples" if newest.samples >= 0 else "anew"
         tried = not gets_on
         tell(
             f"mpitrain: the run ended with exit code {outcome.code}; restart {number} of {max_restarts} {origin}"

@@ -29,6 +29,7 @@ from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import Report, Reported, default_run_dir
 from mpitrain.simulation.checkpoints import Checkpoints, StateBytes, policy_of
 from mpitrain.simulation.collective_costs import all_reduces
+from mpitrain.simulation.drawn import draw
 from mpitrain.simulation.measured_step import charged, with_measured
 from mpitrain.simulation.report import VirtualLog
 from mpitrain.simulation.step_costs import num_bytes_of
@@ -151,6 +152,7 @@ class VirtualRun:
         self.world = world
         orders = self.options.injections
         self.checkpoints = Checkpoints(world, self.checkpoint_policy, self.costs, orders, job.seed)
+        draw(self.stragglers, orders, job.run_strategy, job.seed, lambda: world.elapsed_s)
         if self.costs != Costs():
             world.charge, world.push_s = self._charge, self.costs.push_s
         switch(job.trace is not None)

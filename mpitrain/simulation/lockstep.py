@@ -262,7 +262,7 @@ class LockstepRun(AlikeReplica):
         """Sleeps and faults after a step, of the workers that have any."""
         now_s = self.clock.now_s
         for straggler in self.virtual.stragglers:
-            if not straggler.injections:
+            if not straggler.is_ordered:
                 continue
             step = straggler.step
             seconds = straggler.sleep_s(float(took_s[straggler.worker]))

@@ -17,7 +17,7 @@ import torch
 
 from mpitrain.effects import Role
 from mpitrain.errors import UsageError
-from mpitrain.inject import SILENT
+from mpitrain.inject import falls_silent
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.model import Replica, check_optimizer, flat_model
 from mpitrain.model.gradient.trained_buffers import trained_buffers
@@ -136,7 +136,7 @@ class _Simulation(VirtualRun):
         )  # fmt: skip
         self.num_nodes = len(set(nodes))
         self._servers: Sequence[Server] = ()
-        self.silence = any(isinstance(one, SILENT) for one in options.injections)  # somebody falls silent
+        self.silence = falls_silent(options.injections)  # somebody falls silent
 
     def simulate(self) -> dict[str, Any]:
         """Run the whole job; returns what `result.json` holds."""

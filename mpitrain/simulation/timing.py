@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from mpitrain.codecs.none import Uncompressed
 from mpitrain.effects import Compute, Role
 from mpitrain.errors import UsageError
-from mpitrain.inject import SILENT, Straggler, check_workers
+from mpitrain.inject import Straggler, check_workers, falls_silent
 from mpitrain.inject.values import Injection
 from mpitrain.roles import Duties, FaultTolerantServer, Rhythm, Worker
 from mpitrain.roles.aggregator import Aggregator, summary
@@ -34,6 +34,7 @@ from mpitrain.simulation.checkpoints import (
     writers_over_servers,
 )
 from mpitrain.simulation.collective_costs import all_reduces
+from mpitrain.simulation.drawn import draw
 from mpitrain.simulation.empty import (
     Bytes,
     EmptyLocalReplica,
@@ -123,7 +124,7 @@ class _Timing:
         check_workers(under.injections, number)
         self.strategy, self.workload, self.number, self.seed = strategy, workload, number, seed
         self.compute, self.network = compute, network
-        self.silence = any(isinstance(one, SILENT) for one in under.injections)
+        self.silence = falls_silent(under.injections)
         self.stragglers = (
             [Straggler(under.injections, index, seed) for index in range(number)] if under.injections else []
         )
@@ -355,6 +356,10 @@ class _Timing:
         )
 
     def _straggling(self, index: int, role: Role) -> Role:
+        if index == 0:
+            draw(
+                self.stragglers, self.under.injections, self.strategy, self.seed, lambda: self.world.elapsed_s
+            )
         return self.stragglers[index].wrap(role) if self.stragglers else role
 
     def result(self, found: dict[str, Any]) -> dict[str, Any]:

@@ -33,3 +33,16 @@ class RunOutcome:
     traced_steps: int | None = None
     device: str = ""
     account: dict[str, Any] = field(default_factory=dict)
+
+
+def rows_of(outcomes: list[RunOutcome]) -> dict[str, Any]:
+    """What the result holds of every rank."""
+    return {
+        "injected": [row for outcome in outcomes for row in outcome.injected],
+        "ranks": [outcome.detail for outcome in outcomes],
+    }
+
+
+def without_rows(result: dict[str, Any]) -> dict[str, Any]:
+    """A result as all ranks are given it, as long among many as among few."""
+    return {name: value for name, value in result.items() if name not in ("injected", "ranks")}

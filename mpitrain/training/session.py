@@ -48,10 +48,11 @@ from mpitrain.training import signals
 from mpitrain.training.accounting import Account
 from mpitrain.training.agree import attempt as attempt
 from mpitrain.training.fault_tolerance import check_aggregated, level, may_miss, warning
+from mpitrain.training.injected import Injected
 from mpitrain.training.measure import device_for, pick_device
 from mpitrain.training.mllog_facts import mllog_facts
 from mpitrain.training.open_run import open_run
-from mpitrain.training.outcome import RunOutcome
+from mpitrain.training.outcome import RunOutcome, rows_of, without_rows
 from mpitrain.training.resuming.about_data import about_data
 from mpitrain.training.resuming.fingerprint import contents_of, of_job_file, of_program, options
 from mpitrain.training.tracing import begin_trace, nothing_traced
@@ -78,6 +79,7 @@ class Session:
         before_result: is called on rank 0 when all ranks have come to the end.
         end_listening: to ranks that were given up and come back late; until then they are answered.
         leg: on rank 0, which start of the run this is, of those that went on from a checkpoint; the first is 1.
+        injected: what `--inject` orders.
         emergency: what would write this rank's part if the run stood still; why_no_emergency: why nothing would, empty
             where this rank has nothing of its own to write.
     """
@@ -103,6 +105,7 @@ class Session:
     before_result: Callable[[], None] = lambda: None
     end_listening: Callable[[], None] = lambda: None
     leg: int = 1
+    injected: Injected | None = None
 
     @property
     def mpi(self) -> Runtime:
@@ -137,9 +140,9 @@ class Session:
         self.emergency, self.why_no_emergency = writer, why_not
 
     def straggler(self) -> Straggler:
-        """What `--inject` orders for this worker."""
-        index = self.roles.workers.index(self.place)
-        return Straggler(self.overrides.injections, index, self.job.seed)
+        """What is ordered for this worker."""
+        assert self.injected is not None, "the run has begun"
+        return self.injected.straggler(self.roles.workers.index(self.place))
 
     def lead(self) -> None:
         """Make this rank the first: it takes the run directory's lock, and reports."""
@@ -279,6 +282,9 @@ def prepare(
     )
     account = session.account = Account(runtime, run_dir, opened.identity.attempt)
     attempt(runtime, lambda: account.begin(session.resume.folder.parent.parent if session.resume else None))
+    session.injected = attempt(
+        runtime, lambda: Injected(runtime, job, overrides, len(roles.workers), run_dir)
+    )
     attempt(
         runtime, lambda: session.open_report(_resumed_at(session), job_file) if runtime.rank == 0 else None
     )
@@ -437,19 +443,6 @@ def report_end(report: Report | NullReport, result: dict[str, Any]) -> None:
     if result["failure"]:
         fields["failure"] = explained(result["failure"])
     report.event("end", **fields, model=result["model"])
-
-
-def rows_of(outcomes: list[RunOutcome]) -> dict[str, Any]:
-    """What the result holds of every rank."""
-    return {
-        "injected": [row for outcome in outcomes for row in outcome.injected],
-        "ranks": [outcome.detail for outcome in outcomes],
-    }
-
-
-def without_rows(result: dict[str, Any]) -> dict[str, Any]:
-    """A result as all ranks are given it, as long among many as among few."""
-    return {name: value for name, value in result.items() if name not in ("injected", "ranks")}
 
 
 def result_of(session: Session, gathered: list[RunOutcome]) -> dict[str, Any]:

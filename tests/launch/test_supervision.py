@@ -405,6 +405,22 @@ def test_a_start_that_a_death_ended_before_the_first_step_is_tried_once_more_as_
     assert relaunch(once, tmp_path, 0, Requests()) == 1 and starts == [[]]
 
 
+def test_under_faults_at_a_rate_a_start_without_progress_is_followed_by_another(tmp_path: Path) -> None:
+    """Always the same run: what the starts before have left is not moved aside."""
+    starts: list[list[str]] = []
+
+    def once(more: list[str]) -> Outcome:
+        starts.append(more)
+        return Outcome(1, early=len(starts) < 3)
+
+    again = ["--resume", "auto"]
+    assert relaunch(once, tmp_path, 4, Requests(), insists=True) == 1
+    assert starts == [[], again, again, again, again]
+    assert relaunch(lambda more: Outcome(2), tmp_path, 4, Requests(), insists=True) == 2, (
+        "a mistake of the user's"
+    )
+
+
 # ---- a launcher that is watched over
 
 

@@ -20,6 +20,7 @@ from mpitrain.inject import (
     KillAtEnd,
     Nan,
     Pause,
+    Poisson,
     Raise,
     Segv,
     Slow,
@@ -197,7 +198,7 @@ def test_texts_round_trip_and_values_are_taken_for_texts():
     values = (
         Slow(2, 5), Pause(1, 50, 2), Stall(0, 0.1, 1.5), Kill(2, 50, after_s=0.25), Segv(1, 0), Exit(0, 3), Raise(1, 2),
         KillAtEnd(1), Stop(0, 1), Wedge(3, 1), Nan(0, 7), Torn(1, 1), DiskFull(2), CorruptFile(1, "worker-0"),
-        Crash(mtbf_s=60.0, at_s=5.0), SlowReader(1, 0.5),
+        Crash(mtbf_s=60.0, at_s=5.0), SlowReader(1, 0.5), Poisson(15.0, "kill,stop", seed=2),
     )  # fmt: skip
     assert {type(value) for value in values} == set(registered("inject"))
     assert read(texts(values)) == values
@@ -215,7 +216,7 @@ def test_texts_round_trip_and_values_are_taken_for_texts():
         ("slow(worker=1)", "needs factor"),
         ("slow(rank=1, factor=2)", "no argument 'rank'. Known: worker, factor"),
         ("slwo(worker=1, factor=2)", "did you mean 'slow'"),
-        ("constant(1)", "pause, raise, segv, slow, slow_reader, stall"),
+        ("constant(1)", "pause, poisson, raise, segv, slow, slow_reader, stall"),
         ("pause(worker=1, at_step=-1, seconds=1)", "counts from 0"),
         ("pause(worker=1, at_step=1, seconds=-1)", "not negative"),
         ("stall(worker=1, chance=1.5, seconds=1)", "from 0 to 1"),

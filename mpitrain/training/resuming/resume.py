@@ -78,7 +78,8 @@ def make_checkpoint_writer(
     writers: tuple[int, ...] = (),
 ) -> CheckpointWriter:
     """This rank's part of the run's checkpoints."""
-    job, orders = session.job, session.overrides.injections
+    job, orders, injected = session.job, session.overrides.injections, session.injected
+    assert injected is not None, "the run has begun"
     faults = {(one.name, one.at_write) for one in orders if isinstance(one, FileFault) and one.part == part}
 
     def warn(text: str) -> None:
@@ -86,9 +87,9 @@ def make_checkpoint_writer(
 
     plan = PartPlan(
         session.run_dir, part, session.identity.after_losing(len(session.runtime.lost)),
-        read_policy(job.checkpoint_every, job.mtbf_s), job.keep_checkpoints, about, signals.asked, warn, more,
+        read_policy(job.checkpoint_every, injected.mtbf_s), job.keep_checkpoints, about, signals.asked, warn, more,
         writers, frozenset(faults), lambda folder, parts: session.report.checkpoint(folder, parts),
-        pauses=session.overrides.checkpoint_pause,
+        pauses=session.overrides.checkpoint_pause, drawn=injected.of_part(part),
     )  # fmt: skip
     return CheckpointWriter(plan)
 

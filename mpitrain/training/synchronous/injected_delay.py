@@ -32,7 +32,7 @@ class InjectedDelay:
     ):
         self.straggler, self.fail = straggler, fail
         self._began_s = self._ready_s = time.monotonic()
-        if straggler.injections:
+        if straggler.is_ordered:
             for parameter in parameters:
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -46,7 +46,7 @@ class InjectedDelay:
 
     def sleep_after_step(self) -> float:
         """Sleep; returns the seconds. The communication thread goes on meanwhile."""
-        if not self.straggler.injections:
+        if not self.straggler.is_ordered:
             return 0.0
         step = self.straggler.step
         seconds = self.straggler.sleep_s(max(0.0, self._ready_s - self._began_s))
