@@ -146,7 +146,8 @@ def warm_up_fault() -> str:
 def step_alone(optimizer: torch.optim.Optimizer) -> Callable[[], object] | None:
     """The step of one of torch's own optimizers without what torch puts around it: hooks, a span for profilers, and two
     breaks of a graph that nobody compiles, which cost more than the step of a small tensor. The caller records no
-    gradient. None where it is not known what lies around the step."""
+    gradient, and sets `_opt_called`, which torch's schedulers look at. None where it is not known what lies around the
+    step."""
     step: Any = type(optimizer).step
     layers = [step]
     while (inner := getattr(layers[-1], "__wrapped__", None)) is not None:
@@ -154,7 +155,12 @@ def step_alone(optimizer: torch.optim.Optimizer) -> Callable[[], object] | None:
     # where a function was written, which one that wraps another does not take over from that
     written = [getattr(layer, "__globals__", {}).get("__name__", "") for layer in layers]
     is_torchs = all(name.startswith("torch.optim.") for name in written)
-    if not is_torchs or "step" in vars(optimizer) or optimizer.defaults.get("differentiable"):
+    of_instance = vars(optimizer).get("step")
+    counted = getattr(of_instance, "_wrapped_by_lr_sched", False)  # by a scheduler, which does no more
+    is_replaced = of_instance is not None and not (
+        counted and getattr(of_instance, "__wrapped__", None) is step
+    )
+    if not is_torchs or is_replaced or optimizer.defaults.get("differentiable"):
         return None
     return functools.partial(layers[-1], optimizer)
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from mpitrain.codecs import message_format
 from mpitrain.codecs.layout import Layout, Part, Plan, plan_of
 from mpitrain.codecs.lazy import torch
+from mpitrain.system.looking import is_only_looked_at
 
 
 @dataclass(eq=False)
@@ -206,13 +207,15 @@ class Memory:
         return float(sum(float(torch.linalg.vector_norm(flat)) ** 2 for flat in flats) ** 0.5)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """A copy of every slot: "slot/parameter" -> tensor of the parameter's shape, in host memory."""
-        found = dict(self._saved)
+        """A copy of every slot: "slot/parameter" -> tensor of the parameter's shape, in host memory; where it is only
+        looked at, no copy."""
+        found, is_looked_at = dict(self._saved), is_only_looked_at()
         for name, flats in self._flats.items():
             for flat, layout in zip(flats, self._layouts, strict=True):
                 for field in layout:
                     piece = flat[field.start : field.start + field.numel]
-                    found[f"{name}/{field.name}"] = piece.detach().cpu().clone().view(field.shape)
+                    own = piece.detach().cpu()
+                    found[f"{name}/{field.name}"] = (own if is_looked_at else own.clone()).view(field.shape)
         return found
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:

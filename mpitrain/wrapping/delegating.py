@@ -8,12 +8,12 @@ holds either of the two sees and changes the same; a step asked of the user's op
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
+from mpitrain.model.optimizers.step_hooks import OwnStep
 
 _SHARED = (
     "param_groups",
@@ -39,7 +39,7 @@ class DelegatingOptimizer(Optimizer):
 
     def __init__(self, optimizer: Optimizer, strategy: str):
         self.inner, self.strategy = optimizer, strategy  # Optimizer.__init__ would make groups of its own
-        self.own_step: Callable[..., Any] = optimizer.step
+        self.own_step = OwnStep(optimizer)
         _redirect(optimizer, self)
 
     def step(self, closure: object = None) -> Any:

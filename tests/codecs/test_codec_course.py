@@ -9,6 +9,7 @@ from mpitrain import strategies
 from mpitrain.codecs import Field, Part, add_message
 from mpitrain.codecs.message_format import HEADER_BYTES
 from mpitrain.errors import UsageError, WireError
+from mpitrain.system.looking import only_looking
 from mpitrain.values import names
 from tests.codecs.course import (
     COURSE,
@@ -145,6 +146,20 @@ def test_state_saved_and_restored_goes_on_to_the_bit(name):
     assert all(torch.equal(v, other.state()["tensors"][k]) for k, v in one.state()["tensors"].items())
     for tensor in state["tensors"].values():
         assert tensor.device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", WITH_RESIDUAL)
+def test_what_is_kept_back_is_copied_but_for_who_only_looks_at_it(name):
+    encoder = make_encoder(COURSE[name].codec)
+    encoder.encode(part(gradients()))
+
+    def places():
+        return {one.data_ptr() for one in encoder.memory.state().values() if one.numel()}
+
+    with only_looking():
+        looked_at = places()
+        assert looked_at and looked_at == places()
+    assert places().isdisjoint(looked_at)
 
 
 @pytest.mark.parametrize("name", WITH_RESIDUAL)

@@ -23,6 +23,7 @@ from mpitrain.model.gradient.loss_pass import naming_itself
 from mpitrain.model.gradient.model_mistakes import explaining_model
 from mpitrain.model.gradient.precision import autocast
 from mpitrain.model.optimizers.several_optimizers import SeveralOptimizers
+from mpitrain.model.optimizers.step_hooks import OwnStep
 from mpitrain.system import trace
 
 
@@ -56,6 +57,7 @@ class StepFunction:
     ):  # fmt: skip
         self.function, self.precision, self.prepare, self.stepping = function, precision, prepare, stepping
         self.optimizers = optimizers.optimizers
+        self._steps = {name: OwnStep(one) for name, one in self.optimizers.items()}
         self.named = {
             name: NamedOptimizer(one, lambda name=name: self._stepped(name))  # type: ignore[misc]
             for name, one in self.optimizers.items()
@@ -119,7 +121,7 @@ class StepFunction:
                 parameter.grad = gradient
         if self.prepare(parameters):
             with trace.span("optimizer", trace.OPTIMIZER), self.stepping():
-                self.optimizers[name].step()
+                self._steps[name]()
 
 
 @torch.no_grad()

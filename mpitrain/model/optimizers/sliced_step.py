@@ -1,5 +1,5 @@
 """The step of an elementwise optimizer slice by slice: a slice and its state stay in the caches through all operations
-of the step, and what these make meanwhile is as large as a slice, not as a server's shard.
+of the step, and what these make meanwhile is as large as a slice, not as the largest tensor.
 
 Invariants: the bits are those of the step of whole tensors. The optimizer's state is that of whole tensors before and
 after the step; between, it holds that of the slices.
@@ -57,7 +57,7 @@ class SlicedStep:
     def _is_large(self, parameter: torch.Tensor) -> bool:
         gradient = parameter.grad
         return (
-            parameter.nbytes > self.slice_bytes
+            _may_be_cut(parameter)
             and gradient is not None
             and not gradient.is_sparse
             and parameter.is_contiguous()
@@ -79,6 +79,7 @@ class SlicedStep:
                 self._step()
                 for key, value in states.pop(one, {}).items():
                     _put(after, key, value, parameter, one, piece)
+            torch.autograd.graph.increment_version(parameter)  # a slice has a count of its own
         finally:
             group["params"] = []
             for one in self._slices:
@@ -93,6 +94,21 @@ class SlicedStep:
         one = self._slices[number]
         one.data, one.grad = values, gradient
         return one
+
+
+def has_large(optimizer: Optimizer) -> bool:
+    """Whether there is anything to step in slices."""
+    return any(_may_be_cut(parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _may_be_cut(parameter: torch.Tensor) -> bool:
+    """On an accelerator one kernel after the other would be waited for; of what only looks like a tensor others know
+    how it lies."""
+    return (
+        parameter.nbytes > SlicedStep.slice_bytes
+        and type(parameter) is nn.Parameter
+        and parameter.device.type in ("cpu", "meta")
+    )
 
 
 def _part(value: Any, parameter: torch.Tensor, piece: Piece) -> Any:

@@ -1,4 +1,5 @@
-"""The step hooks of an optimizer whose step is taken elsewhere: on a server, by the optimizer rebuilt there.
+"""An optimizer's step with what surrounds it: hooks, profilers, the counts of schedulers. Of a step that servers take,
+by the optimizer rebuilt there, the hooks of the user's run on the worker.
 
 Invariants: hooks see what torch would show them: the user's optimizer, this worker's own gradients before the step, and
 the parameters after it. What they do to gradients and to the options of parameter groups acts; the parameters belong to
@@ -8,6 +9,7 @@ the servers, so a hook that changes them is refused, never forgotten.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +17,8 @@ import torch
 from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
-from mpitrain.model.optimizers.sliced_step import SlicedStep
+from mpitrain.model.optimizers.optimizer import is_torchs_elementwise
+from mpitrain.model.optimizers.sliced_step import SlicedStep, has_large
 from mpitrain.torch_versions import global_step_hooks, profiler, step_alone
 
 _WAY_OUT = 'use optimizer="worker", under which the whole step is taken on the worker'
@@ -126,6 +129,30 @@ class ServerStep:
         else:
             with torch.no_grad():
                 self._alone()
+
+
+class OwnStep:
+    """The step of an optimizer whose parameters are here whole: as `optimizer.step` is when this is made, and large
+    tensors in slices where nobody can tell: one of torch's elementwise optimizers, with no hooks and no profiler."""
+
+    def __init__(self, optimizer: Optimizer):
+        self._hooks, self._whole = StepHooks(optimizer, ()), optimizer.step
+        alone = step_alone(optimizer) if is_torchs_elementwise(optimizer) and has_large(optimizer) else None
+        self._sliced = alone and SlicedStep(optimizer, alone)
+        self._is_profiled, *_ = profiler()
+
+    @property
+    def makes_at_most(self) -> float:
+        """Bytes of one tensor that a step makes and drops."""
+        return math.inf if self._sliced is None or self._hooks else self._sliced.slice_bytes
+
+    def __call__(self) -> None:
+        if self._sliced is None or self._hooks or self._is_profiled():
+            self._whole()
+            return
+        self._hooks.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without
+        with torch.no_grad():
+            self._sliced()
 
 
 def check_step(optimizer: Optimizer) -> None:

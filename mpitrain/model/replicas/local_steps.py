@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 
 from mpitrain.errors import UsageError
 from mpitrain.model.optimizers.optimizer import Rates
-from mpitrain.model.optimizers.step_hooks import without_global_hooks
+from mpitrain.model.optimizers.step_hooks import OwnStep, without_global_hooks
 from mpitrain.model.recipe import UpdateRule
 from mpitrain.model.wire.buffers import BufferPool, FixedBuffer
 from mpitrain.model.wire.flat import FlatModel, all_finite
@@ -51,7 +51,7 @@ class LocalSteps:
         source: Optimizer | None = None,
     ):
         self.model, self.optimizer, self.pushes = model, optimizer, pushes
-        self._own_step = optimizer.step  # `wrap` lets the user's optimizer step the servers from here on
+        self._own_step = OwnStep(optimizer)  # `wrap` lets the user's optimizer step the servers from here on
         self.source = source
         self._pushed_rates: list[float] = []
         self.pace = pace or Pace()

@@ -9,6 +9,7 @@ peers may share one module: each then has its own x, optimizer and buffers.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from mpitrain.messages import Lease
 from mpitrain.model.copies import copied
 from mpitrain.model.gradient.accumulation import LeaseReader
 from mpitrain.model.optimizers.optimizer import Rates
+from mpitrain.model.optimizers.step_hooks import OwnStep
 from mpitrain.model.pieces import PIECE_BYTES, cut
 from mpitrain.model.recipe import Recipe
 from mpitrain.model.replicas.worker_replica import Gradient
@@ -65,7 +67,7 @@ class PeerReplica:
         )
         self._rates = Rates(optimizer)
         self.updates = recipe.update.begin(self._rates, lambda: [self.x])
-        self._own_step = optimizer.step  # `wrap` lets the user's optimizer step the peers from here on
+        self._own_step = OwnStep(optimizer)  # `wrap` lets the user's optimizer step the peers from here on
         self.encoder = self._make_encoder()
         layout = model.layout
         self._layout = make_layout_of(zip(layout.names, layout.shapes, strict=True))
@@ -185,7 +187,10 @@ class PeerReplica:
         own = self._copy_of(rank)
         for other, weight in sorted(weights.items()):
             if other != rank:
-                self.x.add_(self._copy_of(other) - own, alpha=rate * weight)
+                theirs = self._copy_of(other)
+                for piece in cut([self.x], PIECE_BYTES):
+                    (x,), (one,), (another,) = piece.of([self.x]), piece.of([theirs]), piece.of([own])
+                    x.add_(one - another, alpha=rate * weight)
 
     # ---- a meeting
 
@@ -213,14 +218,19 @@ class PeerReplica:
     def settle_mean(self, mean: Any) -> float:
         """x <- mean; everybody's copy of everybody is the mean too. Returns |x - mean| / |mean|."""
         if self._common is not None and self.encoder is not None:
-            self._kept = float((self.x - self._copy_of(self.rank)).norm())
-        apart, size = float((self.x - mean.body).norm()), float(mean.body.norm())
+            self._kept = self._distance(self._copy_of(self.rank))
+        apart, size = self._distance(mean.body), float(mean.body.norm())
         self.x.copy_(mean.body)
         if self._common is not None:
             self._common.copy_(self.x)
             self._copies.clear()
         mean.release()
         return apart / size if size else apart
+
+    def _distance(self, other: torch.Tensor) -> float:
+        """|x - other|."""
+        pieces = [(*piece.of([self.x]), *piece.of([other])) for piece in cut([self.x], PIECE_BYTES)]
+        return math.hypot(*(float((one - another).norm()) for one, another in pieces))
 
     def digest(self) -> str:
         """16 hexadecimal digits of the bits of x."""

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from mpitrain.checkpoint.tensor_file import Described
 from mpitrain.errors import UsageError
 from mpitrain.model.optimizers.optimizer import Rates
+from mpitrain.model.optimizers.step_hooks import OwnStep
 from mpitrain.model.wire.flat import all_finite
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
@@ -87,7 +88,7 @@ class SplitStepper(Stepper):
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """Step with this optimizer, which holds this rank's parameters."""
-        self.optimizer, self.rates = optimizer, Rates(optimizer)
+        self.optimizer, self.rates, self.own_step = optimizer, Rates(optimizer), OwnStep(optimizer)
         self.updates = attempt(self.session.runtime, lambda: self.recipe.update.begin(self.rates, self._held))
 
     def judge(self, value: float, part: float) -> tuple[float, bool]:

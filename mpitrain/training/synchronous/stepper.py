@@ -37,6 +37,7 @@ from mpitrain.model.gradient.sync_batchnorm import count_batch
 from mpitrain.model.in_place import InPlaceGuard
 from mpitrain.model.optimizers.ema import Averaged
 from mpitrain.model.optimizers.optimizer import Rates
+from mpitrain.model.optimizers.step_hooks import OwnStep
 from mpitrain.model.recipe import Recipe
 from mpitrain.model.wire.flat import all_finite, trainable
 from mpitrain.system import trace
@@ -63,6 +64,7 @@ class Stepper:
     module: nn.Module
     rates: Rates
     optimizer: torch.optim.Optimizer
+    own_step: OwnStep
     parallel: ParallelModule | None = None
     rescales_first = True  # whether gradients that were added up can be scaled before the last backward pass
 
@@ -91,6 +93,7 @@ class Stepper:
     def train(self, module: nn.Module, rates: Rates, parallel: ParallelModule | None = None) -> None:
         """Step this module with the optimizer of `rates`."""
         self.module, self.rates, self.optimizer, self.parallel = module, rates, rates.optimizer, parallel
+        self.own_step = OwnStep(self.optimizer)
         self._trainable = [parameter for _, parameter, _ in trainable(module, self.optimizer)]
         self.in_place = InPlaceGuard([*module.named_parameters()], "")
         self.updates = self.recipe.update.begin(rates, lambda: self._trainable)
@@ -319,7 +322,7 @@ class Stepper:
 
     def step_optimizer(self) -> None:
         """One step with the gradients that are there."""
-        self.optimizer.step()
+        self.own_step()
 
     def on_nonfinite(self, value: float, count: int) -> None:
         """The gradient of these `count` samples was not finite: they are not used."""
