@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,8 +45,8 @@ from mpitrain.simulation.empty import (
     EmptySums,
     Quiet,
 )
+from mpitrain.simulation.workload import MASTER_BYTES, codec_of
 from mpitrain.simulation.workload import Workload as Workload
-from mpitrain.simulation.workload import codec_of
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
 from mpitrain.strategies.decentralized import Decentralized
@@ -254,7 +254,8 @@ class _Timing:
         message = Bytes(
             load.payload_bytes(load.num_parameters, "full", strategy.codec, load.push_share, "push_share")
         )
-        model = Bytes(load.payload_bytes(load.num_parameters, "full", _UNCODED, None, ""))
+        masters = replace(load, number_bytes=max(MASTER_BYTES, load.number_bytes))
+        model = Bytes(masters.payload_bytes(load.num_parameters, "full", _UNCODED, None, ""))
         parts = [self._course(rank, strategy) for rank in range(self.number)]
         peers = [
             Peer(

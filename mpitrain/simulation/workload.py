@@ -14,6 +14,7 @@ from mpitrain.errors import UsageError
 from mpitrain.strategies.base import Strategy
 
 PAD_BYTES = 64  # a payload's numbers are padded to a multiple of these, and stand between two pads
+MASTER_BYTES = 4  # of a number that peers step, and take the mean of; of the model it may have 16 bits
 NUMBER_BYTES = {"float16": 2.0, "bfloat16": 2.0, "int8": 65 / 64}  # of numbers that are rounded to travel
 
 

@@ -54,6 +54,19 @@ def test_a_run_takes_the_time_of_the_one_with_gradients_and_counts_the_same(tmp_
     }
 
 
+@pytest.mark.parametrize(
+    "text", ['decentralized(topology="ring", resync=3)', "async(servers=2)", "localsgd(period=3)"]
+)
+def test_a_model_in_16_bits_takes_the_time_of_what_travels_of_it(tmp_path, text):
+    """Peers meet over their masters, in 32 bits."""
+    network, strategy = Cluster(gbit_per_s=1e-4, latency_s=0.01, eager_bytes=0), parse(text, "strategy")
+    fields = {"data": toy.Memory(40), "batch_size": 4, "epochs": 1, **toy.LINEAR_BFLOAT16}
+    job = toy.make_job(strategy=strategy, **fields)
+    seen = mt.simulate(job, workers=4, network=network, run_dir=str(tmp_path), quiet=True)
+    timed = time_run(strategy, Workload.of(toy.make_job(**fields)), 4, Constant(1.0), network, job.seed)
+    assert timed["virtual_s"] == seen["virtual_s"]
+
+
 LOAD = Workload(num_parameters=1000, num_samples=4000, step_samples=2, steps=40)
 
 
