@@ -9,15 +9,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import UsageError
 from mpitrain.system.saying import tell
+from mpitrain.system.sizes import counted, size_text
 
 _SHAPE = "the script's are its own: --set nodes=N --set gpus_per_node=G, before KIND"
 _NOT_IN_A_SCRIPT = {
@@ -104,7 +106,47 @@ def _check_job(script: Any, arguments: argparse.Namespace, load: Callable[..., A
         return  # with how many workers is not known here
     serving = script.server_nodes if script.kind == "hetjob" else 0
     machine = Machine(_num_nodes(script) + serving, _workers_per_node(script), serving)
-    check_roles(job, chosen, machine.nodes(job.run_strategy), serving)
+    nodes = machine.nodes(job.run_strategy)
+    roles = check_roles(job, chosen, nodes, serving)
+    asked = asked_memory(script.sbatch, os.environ)
+    if asked and not script.gpus_per_node:  # of ranks on GPUs what they hold lies there
+        from mpitrain.planning.node_memory import MARGIN, node_bytes_of, proposed
+
+        if (found := node_bytes_of(job, chosen.lr, nodes, roles)) is not None:
+            tell_less(asked, *found, proposed(found[0]), MARGIN)
+
+
+def asked_memory(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, float] | None:
+    """("mem" or "mem-per-cpu", bytes) that the script is to ask for in place of all that its nodes have (--mem=0, which
+    the templates ask for); None where that stands. What sbatch's variables say counts before the script's lines."""
+    found, rest = None, list(words)
+    while rest:
+        name, _, value = rest.pop(0).partition("=")
+        if name in ("--mem", "--mem-per-cpu"):
+            found = name[2:], value or (rest.pop(0) if rest else "")
+    for name, variable in (("mem", "SBATCH_MEM_PER_NODE"), ("mem-per-cpu", "SBATCH_MEM_PER_CPU")):
+        if variable in environ:
+            found = name, environ[variable]
+    if found is None or not (size := re.fullmatch(r"(\d+)([KMGT]?)B?", found[1], re.IGNORECASE)):
+        return None
+    num_bytes = float(size[1]) * 1024 ** (" KMGT".index(size[2].upper() or "M"))
+    return (found[0], num_bytes) if num_bytes else None
+
+
+def tell_less(asked: tuple[str, float], needed: float, num_ranks: int, proposal: str, margin: float) -> None:
+    """Warn where the ranks of a node need more than the script asks for."""
+    (name, given), ranks = asked, counted(num_ranks, "rank")
+    with_margin = needed * (1 + margin)
+    least = (
+        f"the {ranks} of a node need about {size_text(needed)}; with {100 * margin:.0f} % more: {proposal}"
+    )
+    if name == "mem" and given < with_margin:
+        tell(f"mpitrain: warning: --mem asks for {size_text(given)} a node, and {least}")
+    elif name == "mem-per-cpu":
+        cpus = math.ceil(with_margin / given)
+        tell(
+            f"mpitrain: --mem-per-cpu is enough where a node gives the job {counted(cpus, 'CPU')} or more: {least}"
+        )
 
 
 def _num_nodes(script: Any) -> int:

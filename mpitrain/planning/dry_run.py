@@ -23,17 +23,18 @@ from mpitrain.model.building.deferred import Deferred
 from mpitrain.model.wire.flat import make_layout
 from mpitrain.planning.codecs import describe_server_codecs, message_sizes
 from mpitrain.planning.model_parallel import describe_split
+from mpitrain.planning.node_memory import MARGIN, most_on_a_node, needs_of, proposed
 from mpitrain.planning.serverless import describe_serverless
 from mpitrain.planning.tables import describe_reduced, describe_tables
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.placement import Roles, allot, assign
 from mpitrain.system.saying import say
-from mpitrain.system.sizes import size_text
+from mpitrain.system.sizes import counted, size_text
 from mpitrain.system.trace import file_name
 from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import build, build_module, build_optimizer
-from mpitrain.training.memory import dense_messages, describe_memory, libraries_bytes, memory_needs, sizes_of
+from mpitrain.training.memory import describe_memory, libraries_bytes
 from mpitrain.training.resuming.initial_weights import RandomNumbers, start_from
 from mpitrain.training.routes import choose_routes
 from mpitrain.training.validate import validate_run
@@ -130,12 +131,13 @@ def describe(
     ]
     if strategy.splits_model:
         split = describe_split(job, overrides, nodes, catalogue.num_samples, module)
-        return "\n".join([*lines, *split, "", *_seen(job, catalogue)])
+        told = _memory(job, roles, nodes, module, optimizer, before_bytes)
+        return "\n".join([*lines, *split, "", *_seen(job, catalogue), *told])
     hosts = machine.hosts if machine else ()
     lines += [*_placement(roles, nodes, hosts), "", *_data(job, overrides, catalogue, roles)]
     lines += [*_seen(job, catalogue), ""]
     lines += _messages(job, roles, module, optimizer, catalogue)
-    return "\n".join(lines + _memory(job, roles, module, optimizer, before_bytes))
+    return "\n".join(lines + _memory(job, roles, nodes, module, optimizer, before_bytes))
 
 
 def check_roles(job: Job, overrides: Overrides, nodes: tuple[int, ...], num_server_nodes: int = 0) -> Roles:
@@ -261,13 +263,16 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any, catalog
     return lines
 
 
-def _memory(job: Job, roles: Roles, module: nn.Module, optimizer: Any, before_bytes: float) -> list[str]:
-    strategy = job.run_strategy
-    if strategy.reduces:  # their tables are told already
+def _memory(
+    job: Job, roles: Roles, nodes: tuple[int, ...], module: nn.Module, optimizer: Any, before_bytes: float
+) -> list[str]:
+    needs = needs_of(job, roles, nodes, module, optimizer, may_step=not job.run_strategy.splits_model)
+    if not needs:  # those of tables are told already
         return []
-    messages = dense_messages(strategy, module, len(roles.workers))
-    needs = memory_needs(strategy, sizes_of(module, optimizer, strategy), messages)
-    return describe_memory(needs, before_bytes)
+    most, num_ranks = most_on_a_node(needs, roles, nodes, before_bytes)
+    together = f"on one node at most {counted(num_ranks, 'rank')}, {size_text(most)}; "
+    asked = f"Slurm, with {100 * MARGIN:.0f} % more: {proposed(most)}"
+    return [*describe_memory(needs, before_bytes), f"            {together}{asked}"]
 
 
 def _every(num_batches: int) -> str:

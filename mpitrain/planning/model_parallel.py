@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from mpitrain.job import Job, Overrides
 from mpitrain.model.building.layer_cuts import slices, units
@@ -19,6 +20,7 @@ from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.strategies.model_parallel.sharded import Sharded
 from mpitrain.strategies.model_parallel.tensor import TensorParallel
+from mpitrain.training.memory import Need, sizes_of
 
 
 def describe_split(
@@ -42,6 +44,67 @@ def describe_split(
         "",
         *_model(strategy, job, grid, module),
     ]
+
+
+def split_needs(
+    strategy: Split, job: Job, nodes: tuple[int, ...], module: nn.Module, optimizer: Optimizer
+) -> list[Need]:
+    """What the rank that holds most has in memory; [] where the optimizer's state is not known.
+
+    Args:
+        nodes: node index of every rank; module: whole, or with tensors that are still to be made.
+    """
+    sizes = sizes_of(module, optimizer, strategy, may_step=False)
+    if sizes.optimizer is None:
+        return []
+    held_of = strategy.choose(_HELD)
+    held, gathered = held_of(job, strategy.grid(nodes), module)
+    share = held / max(1, sizes.parameters)
+    in_slices = (
+        isinstance(strategy, Pipeline) or not sizes.step
+    )  # else the tensors of a step are torch's DTensors
+    parts = {
+        "parameters": held,
+        "gradients": share * sizes.trained,
+        "optimizer": share * sizes.optimizer,
+        "layers as a whole": gathered,
+        "the optimizer's step": sizes.step if in_slices else 2 * share * sizes.largest,
+    }
+    return [Need("worker", parts, ("parameters", "optimizer"))]
+
+
+def _stage_bytes(job: Job, grid: Grid, module: nn.Module) -> tuple[float, float]:
+    """Of the fullest stage, and of what is gathered: with several pipelines each gradient once more, in its bucket."""
+    stages = split_stages(module, grid.num_parts, job.stages)
+    largest = max((one.nbytes for one in module.parameters()), default=0)
+    return max(_bytes_of(stage.module) for stage in stages), largest if grid.num_replicas > 1 else 0
+
+
+def _slice_bytes(job: Job, grid: Grid, module: nn.Module) -> tuple[float, float]:
+    """Of the slices and of all that is not sliced; with several models FSDP2 shards these once more."""
+    sliced = 0.0
+    for name, way in slices(module, job.tensor_plan, grid.num_parts).items():
+        layer = module.get_submodule(name)
+        whole = {"bias"} if way == "row" else set()
+        sliced += sum(one.nbytes for kind, one in layer.named_parameters(recurse=False) if kind not in whole)
+    held = _bytes_of(module) - sliced * (1 - 1 / grid.num_parts)
+    return held / grid.num_replicas, _unit_bytes(module) if grid.num_replicas > 1 else 0.0
+
+
+def _shard_bytes(job: Job, grid: Grid, module: nn.Module) -> tuple[float, float]:
+    """Of a shard, and of two layers at once, the gradient of one of them beside it."""
+    return _bytes_of(module) / grid.num_parts, _unit_bytes(module)
+
+
+def _unit_bytes(module: nn.Module) -> float:
+    """Of the layers that FSDP2 puts together: one with its gradient, and the next one's parameters."""
+    found = [_bytes_of(unit) for unit in units(module)]
+    largest = sorted([*found, _bytes_of(module) - sum(found), 0.0], reverse=True)
+    return 2 * largest[0] + largest[1]
+
+
+def _bytes_of(module: nn.Module) -> float:
+    return float(sum(parameter.nbytes for parameter in module.parameters()))
 
 
 def _placement(strategy: Split, grid: Grid, nodes: tuple[int, ...]) -> list[str]:
@@ -88,6 +151,10 @@ def _shards(strategy: Sharded, job: Job, grid: Grid, module: nn.Module) -> Itera
     if grid.num_replicas > 1:
         yield f"            and averaged over {grid.num_replicas} replicas"
 
+
+_HELD: dict[type[Strategy], Callable[[Job, Grid, nn.Module], tuple[float, float]]] = {
+    Pipeline: _stage_bytes, TensorParallel: _slice_bytes, Sharded: _shard_bytes
+}  # fmt: skip
 
 # A family, what it calls the ranks of one model, what it calls a rank's part, and what it says of model and messages.
 _PARTS: dict[type[Strategy], tuple[str, str, Callable[[Any, Job, Grid, nn.Module], Iterator[str]]]] = {

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from mpitrain.codecs.base import Codec
 from mpitrain.model.optimizers.optimizer import is_torchs_elementwise, rebuild, state_bytes
-from mpitrain.model.optimizers.step_hooks import without_global_hooks
+from mpitrain.model.optimizers.step_hooks import OwnStep, without_global_hooks
 from mpitrain.model.wire.buffers import wire_dtype
 from mpitrain.model.wire.masters import SIXTEEN, keeps_masters
 from mpitrain.roles.server.gathering import WAITING_BYTES, num_waiting
@@ -25,6 +25,7 @@ from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import Average, LocalSGD
+from mpitrain.strategies.placement import Roles
 from mpitrain.system.memory import available_bytes, resident_bytes
 from mpitrain.system.saying import tell
 from mpitrain.system.sizes import counted, size_text
@@ -77,11 +78,13 @@ class Need(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """How many workers there are, and bytes of a message from one of them, and to one, over all shards."""
+    """How many workers there are, and bytes of a message from one of them, and to one, over all shards; `num_behind`:
+    workers that send through an aggregator, where there are any."""
 
     num_workers: int
     push: float = 0.0
     reply: float = 0.0
+    num_behind: int = 0
 
 
 def sizes_of(module: nn.Module, optimizer: Optimizer, strategy: Strategy, may_step: bool = True) -> Sizes:
@@ -90,14 +93,14 @@ def sizes_of(module: nn.Module, optimizer: Optimizer, strategy: Strategy, may_st
     dtypes = [_stepped(one.dtype, strategy) for one in trained]
     stepped = [one.numel() * dtype.itemsize for one, dtype in zip(trained, dtypes, strict=True)]
     largest = max(stepped, default=0)
-    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    made = min(largest, OwnStep(optimizer).makes_at_most)
     return Sizes(
         parameters=sum(one.nbytes for one in module.parameters()),
         trained=sum(one.nbytes for one in trained),
         stepped=sum(stepped),
         largest=largest,
         optimizer=_state_bytes(trained, optimizer, strategy, may_step),
-        step=0 if is_sgd else 2 * largest,
+        step=0 if isinstance(optimizer, torch.optim.SGD) else int(2 * made),
     )
 
 
@@ -134,7 +137,7 @@ def tell_memory(session: Session, module: nn.Module, optimizer: Optimizer) -> No
     sizes = sizes_of(module, optimizer, strategy, may_step=False)
     if sizes.optimizer is None:
         return
-    needs = memory_needs(strategy, sizes, dense_messages(strategy, module, len(session.roles.workers)))
+    needs = memory_needs(strategy, sizes, dense_messages(strategy, module, session.roles))
     libraries = max(0, resident_bytes() - sizes.parameters)
     if runtime.rank == 0:
         told = {need.who: size_text(libraries + need.num_bytes) for need in needs}
@@ -157,8 +160,9 @@ def tell_memory(session: Session, module: nn.Module, optimizer: Optimizer) -> No
         )
 
 
-def dense_messages(strategy: Strategy, module: nn.Module, num_workers: int) -> Messages:
+def dense_messages(strategy: Strategy, module: nn.Module, roles: Roles) -> Messages:
     """In the strategy's wires, and as if no codec made messages smaller: what a rank makes room for."""
+    num_workers, num_behind = len(roles.workers), max(map(len, roles.members), default=0)
     if not strategy.sends_messages:
         return Messages(num_workers)
     trained = [one for one in module.parameters() if one.requires_grad]
@@ -170,7 +174,7 @@ def dense_messages(strategy: Strategy, module: nn.Module, num_workers: int) -> M
         else ("full",) * 2
     )
     push, reply = (float(numbers * wire_dtype(wire, travels).itemsize) for wire in wires)
-    return Messages(num_workers, push, reply)
+    return Messages(num_workers, push, reply, num_behind)
 
 
 def describe_memory(needs: Sequence[Need], libraries_bytes: float) -> list[str]:
@@ -234,7 +238,7 @@ def _served(strategy: ServerStrategy, sizes: Sizes, messages: Messages) -> list[
     state = sizes.optimizer or 0
     rounds = strategy.reply_numbers != "full" or sizes.masters > 0
     masters = sizes.masters if strategy.moves else 0
-    answers_apart = num_workers > 1 and strategy.contributors(set(range(num_workers))) is None
+    answers_apart = num_workers > 1  # the last may still leave when the last push of the next update has come
     push_bytes = share * messages.push
     arriving = push_bytes * _num_arriving(strategy, num_workers, push_bytes)
     if messages.push == sizes.stepped:  # the first comes into the model's own buffer, which nobody else needs
@@ -269,7 +273,20 @@ def _served(strategy: ServerStrategy, sizes: Sizes, messages: Messages) -> list[
         "replies": messages.reply if strategy.reply_numbers != "full" or masters else 0,
         "the optimizer's step": sizes.step if on_workers else 0,
     }
-    return [Need("server", server, ("shard", "optimizer", *each)), Need("worker", worker, ("optimizer",))]
+    needs = [Need("server", server, ("shard", "optimizer", *each)), Need("worker", worker, ("optimizer",))]
+    return needs + _between(strategy, sizes, messages)
+
+
+def _between(strategy: ServerStrategy, sizes: Sizes, messages: Messages) -> list[Need]:
+    """An aggregator holds what its workers have sent until all of it goes on, or is a sum, and the answers: one that
+    all share where they wait for one another."""
+    answers = messages.num_behind if strategy.contributors(set(range(messages.num_workers))) is None else 1
+    parts = {
+        "the whole model": sizes.parameters,
+        "pushes on their way": messages.num_behind * strategy.inflight * messages.push,
+        "replies on their way": answers * messages.reply,
+    }
+    return [Need("aggregator", parts)] if messages.num_behind else []
 
 
 def _num_arriving(strategy: ServerStrategy, num_workers: int, push_bytes: float) -> float:

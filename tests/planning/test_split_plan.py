@@ -3,12 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
 from mpitrain.planning.dry_run import describe
+from mpitrain.planning.model_parallel import split_needs
 from mpitrain.training.model_parallel.mesh import MeshStepper
 from mpitrain.training.session import assign_roles
 from tests import toy
@@ -47,6 +49,29 @@ def test_slices_and_shards():
 
 def even():
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.25), nn.Linear(6, 2))
+
+
+L = 4 * 1000 * 1000
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "expected"), [
+    # parameters, gradients, Adam's moments and two temporaries of what a rank holds of a layer; FSDP2 puts a layer and
+    # its gradient together, and the next one
+    (mt.Sharded(), 4, 1 + 1 + 2 + 2 / 4 + 3),
+    (mt.Sharded(replicas=2), 4, 2 + 2 + 4 + 2 / 2 + 3),
+    (mt.Pipeline(stages=2), 2, 2 + 2 + 4 + 2),
+    (mt.TensorParallel(), 2, 2 + 2 + 4 + 2 / 2),
+])  # fmt: skip
+def test_a_rank_needs_what_it_holds_and_what_is_put_together(strategy, ranks, expected):
+    module = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(4)))
+    job = toy.make_job(strategy=strategy, model=lambda: module, tensor_plan={"[02]": "column", "[13]": "row"})
+    (need,) = split_needs(strategy, job, (0,) * ranks, module, torch.optim.Adam(module.parameters()))
+    assert need.num_bytes / L == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_a_rank_of_a_split_model_needs_is_told():
+    text = plan(mt.Pipeline(microbatches=3), 2)
+    assert "memory      each worker: " in text and "gradients 168 B" in text  # of the 42 numbers of stage 0
 
 
 @pytest.mark.parametrize(

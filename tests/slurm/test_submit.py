@@ -35,7 +35,15 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bin" / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
-    for name in ("RUN_DIR", "RUN_ROOT", "SBATCH_GPUS_PER_NODE", "WORKERS_PER_NODE", "SPARE_NODES"):
+    for name in (
+        "RUN_DIR",
+        "RUN_ROOT",
+        "SBATCH_GPUS_PER_NODE",
+        "WORKERS_PER_NODE",
+        "SPARE_NODES",
+        "SBATCH_MEM_PER_NODE",
+        "SBATCH_MEM_PER_CPU",
+    ):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "broken.py").write_text("job = 3 +\n")
@@ -125,6 +133,30 @@ def test_what_is_queued(
         main(["slurm", "submit", "--no-check", "single-node", "broken.py"]) == 0
     )  # a login node without torch
     assert queue.exists()
+
+
+def test_memory_that_the_ranks_of_a_node_do_not_fit_into_is_warned_of(
+    queue: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (queue.parent / "large.py").write_text(JOB.replace("Linear(2, 2)", "Linear(4096, 4096)"))  # 1/16 GiB
+    monkeypatch.setattr("mpitrain.planning.node_memory.libraries_bytes", lambda: 0.9 * 2**30)
+    monkeypatch.setenv("WORKERS_PER_NODE", "2")
+
+    def told(sbatch: str = "", gpus: int = 0) -> str:
+        words = ["--set", f"gpus_per_node={gpus}", *(["--sbatch", sbatch] if sbatch else [])]
+        words += ["single-node", "large.py", "--strategy", "localsgd(period=2)"]
+        assert main(["slurm", "submit", *words]) == 0
+        return capsys.readouterr().err
+
+    # two ranks, each of libraries, parameters and gradients: 2 * (0.9 + 1/16 + 1/16) GiB, and a fifth
+    need = "the 2 ranks of a node need about 2.1 GiB; with 20 % more: --mem=3G"
+    assert f"warning: --mem asks for 2.0 GiB a node, and {need}" in told("--mem=2G")
+    assert f"gives the job 3 CPUs or more: {need}" in told("--mem-per-cpu 900M")
+    assert not any(
+        "of a node need" in told(*one) for one in ((), ("--mem=3G",), ("--mem=0",), ("--mem=2G", 2))
+    )
+    monkeypatch.setenv("SBATCH_MEM_PER_NODE", "1024")
+    assert "asks for 1.0 GiB a node" in told("--mem=3G")
 
 
 def test_a_refusal_of_sbatch_is_one_line_and_no_traceback(

@@ -6,10 +6,18 @@ import pytest
 import torch
 from torch import nn
 
+from mpitrain.model.optimizers.sliced_step import SlicedStep
 from mpitrain.roles.server import gathering
 from mpitrain.strategies.placement import assign
 from mpitrain.training import memory
-from mpitrain.training.memory import Messages, describe_memory, memory_needs, sizes_of, tell_memory
+from mpitrain.training.memory import (
+    Messages,
+    dense_messages,
+    describe_memory,
+    memory_needs,
+    sizes_of,
+    tell_memory,
+)
 from mpitrain.values import parse
 
 P = 4 * 1000 * 1000
@@ -40,7 +48,7 @@ def adam(parameters):
     ("allreduce()", momentum, 2, {"each worker": 4}),
     ("allreduce()", adam, 2, {"each worker": 6}),
     # a server: the model that it builds, where the first push comes to be, its shard, other pushes, Adam's moments;
-    # where workers do not wait for one another, a version of the shard that is on its way to one of them
+    # of several workers, a version of the shard that is on its way to one of them
     ("sync()", sgd, 1, {"each server": 2, "each worker": 3}),
     ("async()", sgd, 4, {"each server": 6, "each worker": 3}),
     ("async()", adam, 4, {"each server": 8, "each worker": 3}),
@@ -57,9 +65,21 @@ def test_a_rank_needs_so_many_times_the_model(text, optimizer, num_workers, expe
     assert needs(text, optimizer, num_workers) == pytest.approx(expected, rel=1e-3)
 
 
+def test_a_step_in_slices_makes_next_to_nothing_unless_a_hook_has_it_taken_whole(monkeypatch):
+    def hooked(parameters):
+        optimizer = adam(parameters)
+        optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+
+    monkeypatch.setattr(SlicedStep, "slice_bytes", P // 1000)
+    for optimizer, made in ((adam, 0.002), (hooked, 2)):
+        found = needs("localsgd(period=2)", optimizer, 2)
+        assert found == pytest.approx({"each worker": 4 + made}, abs=1e-6)
+
+
 @pytest.mark.parametrize(("text", "num_workers", "expected"), [
     # the model, its shard and Adam's moments, and beside the first push one that arrives, or one more out of turn
-    ("async()", 1, 4), ("async()", 2, 6), ("async()", 64, 6), ("sync()", 2, 5), ("sync()", 64, 6),
+    ("async()", 1, 4), ("async()", 2, 6), ("async()", 64, 6), ("sync()", 2, 6), ("sync()", 64, 7),
     # nobody knows who comes first: all that an update is made of
     ("softsync(updates=8)", 64, 5 + 8), ("backup(spare=4)", 64, 5 + 60),
 ])  # fmt: skip
@@ -67,6 +87,20 @@ def test_large_pushes_stay_with_the_workers(text, num_workers, expected, monkeyp
     for module in (memory, gathering):
         monkeypatch.setattr(module, "WAITING_BYTES", P)
     assert needs(text, adam, num_workers)["each server"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    # the model, a push of each of three workers, and what answers them: one reply for all who wait for one another
+    ("sync()", 1 + 3 + 1), ("async()", 1 + 3 + 3), ("async(inflight=2)", 1 + 6 + 3), ("sync(servers=2)", 1 + 3 + 1),
+])  # fmt: skip
+def test_an_aggregator_holds_what_passes_through_it(text, expected):
+    module, strategy = nn.Sequential(nn.Linear(1000, 1000, bias=False)), parse(text, "strategy")
+    roles = assign(
+        (0,) * 4 + (1,) * 4 + (2,) * 4, strategy.num_servers(), strategy.placement, aggregates=True
+    )
+    sizes = sizes_of(module, sgd(module.parameters()), strategy)
+    *_, need = memory_needs(strategy, sizes, dense_messages(strategy, module, roles))
+    assert need.who == "each aggregator" and need.num_bytes / P == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(("text", "optimizer", "num_workers", "expected"), [
@@ -122,7 +156,7 @@ def test_what_is_told_adds_up_and_fits_a_terminal():
         Messages(3, P, P),
     )
     lines = describe_memory(found, 2**28)
-    assert lines[0] == "memory      each server: 278.9 MiB"  # 256 MiB and 6 times 4 MB
+    assert lines[0] == "memory      each server: 282.7 MiB"  # 256 MiB and 7 times 4 MB
     assert "arriving pushes" in "".join(lines) and max(map(len, lines)) <= 80
     # a server's shard and Adam's moments; of a worker's state nothing is in a checkpoint
     assert "while a checkpoint is written: each server 11.4 MiB more" in "".join(lines)
