@@ -350,6 +350,7 @@ TOLERANT_BODY = """\
 # One node of the allocation is a spare. A node that dies ends the step, not the job (--no-kill): look at the nodes
 # again, start on the healthy ones, from the last checkpoint. ATTEMPTS bounds it.
 need=$((${#HOSTS[@]} - ${SPARE_NODES:-1}))
+least=${MIN_NODES:-$need} # fewer than needed: with fewer workers
 guard "${HOSTS[@]}"
 rm -f "$RUN_DIR/REQUEUE"
 rc=1
@@ -360,8 +361,8 @@ for ((attempt = 1; attempt <= ${ATTEMPTS:-5}; attempt++)); do
         exit 4
     fi
     mapfile -t healthy < <(printf '%s\\n' "${HOSTS[@]}" | grep -vxFf "$RUN_DIR/failing_nodes.txt")
-    if ((${#healthy[@]} < need)); then
-        echo "attempt $attempt: ${#healthy[@]} healthy node(s), $need needed: ${healthy[*]}" >&2
+    if ((${#healthy[@]} < least)); then
+        echo "attempt $attempt: ${#healthy[@]} healthy node(s), $least needed: ${healthy[*]}" >&2
         note unfit "$(paste -sd, "$RUN_DIR/failing_nodes.txt")"
         exit 4
     fi

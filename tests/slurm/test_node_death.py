@@ -10,6 +10,24 @@ from tests.slurm.test_lifetime import HELD, NUM_SAMPLES, fom, result_of, resumes
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(580)]
 
 
+@pytest.mark.extended
+def test_a_step_that_ends_with_its_node_is_started_again_on_the_nodes_that_are_left(site: Site) -> None:
+    """At the level `restart`, without a spare node: with two workers in place of three, from the newest checkpoint."""
+    words = ("--nodes=3", "--gpus-per-node=1", "slurm/tolerant.sbatch", HELD, "--checkpoint-every", "500")
+    job = site.sbatch(*words, RUN_DIR="fewer", HOLD="fewer", SPARE_NODES="0", MIN_NODES="2")
+    wait_until_held(site, job, "fewer", num_workers=3)
+    checkpoints = site.folder / "fewer" / "checkpoints"
+    site.cluster.wait_for(lambda: any(checkpoints.glob("0*/shard-0.json")), "a checkpoint", 60)
+    dead = (site.folder / "fewer" / "hosts").read_text().split()[-1]
+    site.cluster.kill_node(dead)
+    try:
+        told = site.wait(job)
+    finally:
+        site.cluster.start_node(dead)
+    assert "attempt 2 on" in told and fom(told)["workers"] == "2", told
+    assert result_of(site, "fewer")["samples"] == NUM_SAMPLES and resumes(site, "fewer")[0] >= 500, told
+
+
 @pytest.mark.parametrize("strategy", ["allreduce()", pytest.param("async()", marks=pytest.mark.extended)])
 def test_the_others_go_on_without_a_node_that_dies(site: Site, strategy: str) -> None:
     """All samples count, nothing is started again, and the dead rank is named; that rank was held with the others."""
