@@ -34,6 +34,8 @@
 #                                                                    (options: make hostile ARGS="--seeds 50 --record")
 #   make seeds              run the roles of all families in virtual time, one drawn course a seed, for 8 hours, in pieces
 #                                                                    (options: make seeds ARGS="--minutes 60", ARGS="--only 7")
+#   make flips              have one bit flip in each of many small runs, and count those that are found, an hour, in pieces
+#                                                                    (options: make flips ARGS="--minutes 10", ARGS="--only 7")
 #   make mutants            plant 200 small faults, one at a time, and count those that the tests see; hours, in pieces
 #                                                                    (options: make mutants ARGS="--minutes 60 --jobs 2")
 #   make price              count what a feature costs: files, questions, parameters, lines of code
@@ -66,7 +68,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help opponents evidence-check train test test-oldest test-matrix test-mpich test-intel test-torch clients gpu gpu-rows tables pairs extended coverage chaos hostile mutants seeds price docs pages site slurm lint lint-style lint-types lint-duplicates format clean
+.PHONY: help opponents evidence-check train test test-oldest test-matrix test-mpich test-intel test-torch clients gpu gpu-rows tables pairs extended coverage chaos hostile flips mutants seeds price docs pages site slurm lint lint-style lint-types lint-duplicates format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -189,6 +191,9 @@ hostile: $(VENV)/.installed-test
 
 seeds: $(VENV)/.installed-test
 	$(VENV)/bin/python -m tests.seeds.campaign $(ARGS)
+
+flips: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.flips.campaign $(ARGS)
 
 mutants: $(VENV)/.installed-test
 	$(VENV)/bin/python -m tests.mutants.campaign $(ARGS)

@@ -10,8 +10,8 @@ torch thread a rank. Two models take turns in blocks of a few steps, the second 
                 compared after steps 1, 2, 3, 6, 12 and so on, of which those after the warm-up are in the figures
     again       no guard, another model: what a ratio of 1 looks like on this machine, now
 
-One comparison by itself is timed beside them: fingerprints of all tensors, and an exchange of 8 bytes a tensor. The
-load of the machine before the run is in the row.
+One comparison by itself is timed beside them: fingerprints of all tensors and of the optimizer's state, and an exchange
+of 8 bytes a tensor. The load of the machine before the run is in the row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mpitrain.model.in_place import InPlaceGuard, held_alike
 from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.mpi.runtime import start
 from mpitrain.strategies import AllReduce
-from mpitrain.training.replica_guard import ReplicaGuard
+from mpitrain.training.replica_guard import ReplicaGuard, state_of
 from mpitrain.training.synchronous.ddp import data_parallel
 
 MEASUREMENT = Measurement(
@@ -75,8 +75,13 @@ class Contestant:
         self.x, self.y = torch.randn(BATCH, *shape), torch.randint(0, 10, (BATCH,))
         self.in_place = InPlaceGuard([*self.module.named_parameters()], "") if guarded else None
         self.replicas = (
-            ReplicaGuard(runtime, AllReduce(), lambda: held_alike(self.module)) if guarded else None
+            ReplicaGuard(runtime, AllReduce(), lambda: held_alike(self.module), state=self.state)
+            if guarded
+            else None
         )
+
+    def state(self):
+        return state_of(self.optimizer, self.module.named_parameters())
 
     def loss(self, model, x, y):
         with self.in_place.around() if self.in_place else contextlib.nullcontext():

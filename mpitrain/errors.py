@@ -68,7 +68,10 @@ class LostRankError(MpitrainError):
 
 
 class ReplicasPartedError(MpitrainError):
-    """Ranks that must hold the same parameters, or buffers that train, hold different ones; names the tensor."""
+    """Ranks that must hold the same parameters, buffers that train, or optimizer state, hold different ones; names the
+    tensor. `by_rounding`: they differ by no more than sums that processors round otherwise do."""
+
+    by_rounding = False
 
 
 class EvictedError(MpitrainError):

@@ -17,6 +17,7 @@ unless asked for.
                           never computes again: nobody is informed
     slow_reader           receives of its messages begin late     it is handed each message late
     nan                   its next push says that it is not finite: refused, and the run ends or goes on
+    flip                  a bit of it flips where workers must hold the same; refused elsewhere
     torn                  the stamps of its next payload differ: the server that gets it ends the run
     disk_full, corrupt_file    of checkpoints: a run goes on from one before it
     crash                 refused                                 the whole job is started again
@@ -36,6 +37,7 @@ from mpitrain.inject.values import (
     Exit,
     Fault,
     FileFault,
+    Flip,
     Injection,
     Kill,
     KillAtEnd,
@@ -64,6 +66,7 @@ __all__ = [
     "Exit",
     "Fault",
     "FileFault",
+    "Flip",
     "Injection",
     "Kill",
     "KillAtEnd",

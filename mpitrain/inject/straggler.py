@@ -10,7 +10,7 @@ from typing import Any
 
 from mpitrain.effects import Break, Compute, Effect, Interrupted, Now, Role, Sleep, replaced
 from mpitrain.inject.drawn import Due
-from mpitrain.inject.values import AtWorker, Fault, Injection, Kill, KillAtEnd, Nan, SlowReader
+from mpitrain.inject.values import AtWorker, Fault, Flip, Injection, Kill, KillAtEnd, Nan, SlowReader
 
 
 class Straggler:
@@ -47,10 +47,14 @@ class Straggler:
 
     def breaks(self, step: int) -> list[Break]:
         """What is to break after gradient number `step`; ask once. Of "nan" this gradient is not finite."""
-        due = [one for one in self.faults if one.at_step == step]
+        due = [one for one in self.faults if one.at_step == step and not isinstance(one, Flip)]
         drawn = self.drawn.take() if self.drawn else []
         ordered = [Break(one.name, one.after_s if isinstance(one, Kill) else 0.0) for one in due]
         return [*ordered, *map(Break, drawn)]
+
+    def flips(self, step: int) -> list[Flip]:
+        """The bits that are to flip after gradient number `step`."""
+        return [one for one in self.faults if isinstance(one, Flip) and one.at_step == step]
 
     def wrap(self, role: Role) -> Role:
         """The role, its gradients followed by the sleeps and faults; the role itself if nothing is ordered."""

@@ -162,6 +162,31 @@ class Torn(Fault):
     """The payload that carries the gradient is torn."""
 
 
+FLIPPED = ("parameters", "optimizer", "payload")
+
+
+@register("inject", "flip")
+class Flip(Fault):
+    """A bit flips, of what all workers hold the same of.
+
+    Args:
+        what: "parameters" for these and buffers that train, "optimizer" for its state, or "payload" for one of the
+            messages of more than 64 bytes that the worker receives next.
+        tensor: the number of the tensor, or of the message, counted round.
+        bit: the number of the bit in it, counted round.
+    """
+
+    what: str = "parameters"
+    tensor: int = 0
+    bit: int = 0
+
+    def check(self) -> None:
+        super().check()
+        self.hold_known("what", FLIPPED)
+        for key in ("tensor", "bit"):
+            self.hold(key, getattr(self, key) >= 0, "counts from 0")
+
+
 @dataclass(frozen=True, repr=False)
 class FileFault(Injection):
     """Something happens to write number `at_write` (from 0) of one part of the checkpoints.

@@ -48,6 +48,13 @@ ASKED: dict[str, Asked] = {
         '--inject "{asked}" {why}',
     ),
     "--inject torn": Asked(lambda run: run.injection(inject.Torn), '--inject "{asked}": {why}'),
+    "--inject flip": Asked(lambda run: run.injection(inject.Flip), '--inject "{asked}": {why}'),
+    "--inject flip of payloads": Asked(
+        lambda run: [
+            one for one in run.overrides.injections if isinstance(one, inject.Flip) and one.what == "payload"
+        ],
+        "--inject flip(what='payload'): {why}",
+    ),
     "--inject into pushes": Asked(
         lambda run: run.injection(inject.KillAtEnd, inject.Nan, inject.Torn), '--inject "{asked}": {why}'
     ),
@@ -72,7 +79,19 @@ ASKED: dict[str, Asked] = {
     "on_nonfinite=skip": Asked(lambda run: run.job.on_nonfinite == "skip", "{why}"),
     "--heartbeat-s": Asked(lambda run: run.overrides.heartbeat_s is not None, "--heartbeat-s is {why}"),
     "--checkpoint-pause": Asked(lambda run: run.overrides.checkpoint_pause, "--checkpoint-pause {why}"),
-    "--inject into workers": Asked(lambda run: run.injection(inject.AtWorker), "{why}"),
+    "--go-back": Asked(
+        lambda run: [name for name in ("go_back", "compare_every") if getattr(run.overrides, name)],
+        "--go-back, --compare-every: {why}",
+    ),
+    "--checksums": Asked(lambda run: run.overrides.checksums, "--checksums {why}"),
+    "--inject into workers": Asked(
+        lambda run: [
+            one
+            for one in run.overrides.injections
+            if isinstance(one, inject.AtWorker) and not isinstance(one, inject.Flip)
+        ],
+        "{why}",
+    ),
     "trace": Asked(lambda run: run.job.trace is not None, "--threads: {why}"),
     "validate_every in seconds": Asked(
         lambda run: read_validation_policy(run.job.validate_every).seconds,

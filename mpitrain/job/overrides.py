@@ -166,7 +166,7 @@ class Overrides:
         OF_JOB,
         'delay a worker, as often as you like: "slow(worker=2, factor=5)", "pause(worker=1, '
         'at_step=50, seconds=2)" or "stall(worker=0, chance=0.1, seconds=1)"; or make it fail by kill, segv, exit, '
-        'raise, stop, wedge, nan or torn, as in "kill(worker=2, at_step=50)"; or "disk_full(at_write=0)", '
+        'raise, stop, wedge, nan, torn or flip, as in "kill(worker=2, at_step=50)"; or "disk_full(at_write=0)", '
         '"corrupt_file(at_write=0)" of checkpoints; or faults of all kinds at a rate, "poisson(mtbf_s=15)", over all '
         'starts of the run; or, simulated, "crash(mtbf_s=3600)" the whole job; the worker is its index among the '
         "workers, from 0, and at_step counts in every start of the run anew",
@@ -223,6 +223,23 @@ class Overrides:
         "end the job when a rank neither works nor waits for others for so long (it must exceed the longest "
         "step), its stacks in the run directory; 0 is never (default 900)",
         "S", default=900.0, reads=rate, check=not_negative,
+    )  # fmt: skip
+    go_back: bool = option(
+        WAYS,
+        "where replicas that must agree do not, all ranks go back to the last state in which they did, and redo the "
+        "steps since; each keeps a copy of that state in host memory",
+        default=False,
+    )
+    checksums: bool = option(
+        WAYS,
+        "every payload that ranks exchange travels with a checksum of its own, in messages of ours instead of the MPI "
+        "library's collectives; a wrong one ends the run at the next comparison, or has all ranks go back",
+        default=False,
+    )
+    compare_every: int | None = option(
+        WAYS,
+        "steps from one comparison of such replicas to the next, at most (default 100)",
+        "N", reads=positive, check=at_least_one,
     )  # fmt: skip
     heartbeat_s: float | None = option(
         WAYS,

@@ -106,16 +106,18 @@ class InPlaceGuard:
 
 
 class Rarely:
-    """Whether to look: at the first three times, and then each time twice as many have gone by."""
+    """Whether to look: at the first three times, and then each time twice as many have gone by; `most` are let go by at
+    a time, the one at which to look counted in."""
 
-    def __init__(self) -> None:
-        self._num_calls, self._next = 0, 1
+    def __init__(self, most: int | None = None) -> None:
+        self._num_calls, self._next, self._most = 0, 1, most
 
     def __call__(self) -> bool:
         self._num_calls += 1
         if self._num_calls < self._next:
             return False
-        self._next = self._num_calls + 1 if self._num_calls < 3 else 2 * self._num_calls
+        wait = 1 if self._num_calls < 3 else self._num_calls
+        self._next = self._num_calls + (wait if self._most is None else min(wait, self._most))
         return True
 
 

@@ -78,10 +78,12 @@ class Plan:
         self._library = {"version": library, "settings": library_settings(library)}
         self._before: str | None = None  # the setting of the run that this one resumes
         self._measured: list[list[Any]] = []  # [ranks by node, latency_s, bytes_per_s]
+        self.in_messages = False  # whether an algorithm of ours carries all, since payloads are looked at
 
     def setting(self) -> str:
         """The setting in force: this launch's, or that of the run that this one resumes."""
-        return pinned() or self._before or AUTO
+        found = pinned() or self._before or AUTO
+        return DIRECT if self.in_messages and found in (AUTO, LIBRARY) else found
 
     def known(self, nodes: Sequence[Sequence[int]]) -> Transport | None:
         """What was measured between these ranks of the world, grouped by node."""

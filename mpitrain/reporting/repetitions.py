@@ -21,7 +21,7 @@ OF_ONE_RUN = ("seed", "fold")  # what runs of one setting differ in
 _FACTS = ("strategy", "workers", "servers", "batch_size", "accumulate", "precision", "epochs", "seed")
 _NOT_OPTIONS = {
     "run_dir", "quiet", "resume", "checkpoint_every", "checkpoint_pause", "log", "log_every", "trace", "watchdog_s",
-    "heartbeat_s", "test", *_FACTS,
+    "heartbeat_s", "go_back", "compare_every", "test", *_FACTS,
 }  # fmt: skip
 
 Run = TypeVar("Run")

@@ -191,6 +191,11 @@ REFUSED: dict[str, tuple[Rule, ...]] = {
         Rule(always, "saves memory of a run whose checkpoints are copied, and a simulation copies none: leave it out",
              (VIRTUAL,)),
     ),
+    "--go-back": (
+        Rule(lambda one: one.has_servers or one.sends_messages, "no two workers of {one} must hold the same, so "
+             "nothing is compared: leave it out, or choose allreduce() or a split model"),
+        Rule(always, "in virtual time no bit flips: leave it out", (VIRTUAL,)),
+    ),
     "--inject into a process": (
         Rule(always, "ends or stops a process, and with --threads all replicas are one: use raise(...) or wedge(...), "
              "or run it over MPI", (THREADS,)),
@@ -198,6 +203,24 @@ REFUSED: dict[str, tuple[Rule, ...]] = {
     "--inject torn": (
         Rule(always, "with --threads payloads are handed over where they are, and nothing can tear them: run it over "
              "MPI", (THREADS,)),
+    ),
+    "--inject flip": (
+        Rule(lambda one: one.has_servers or one.sends_messages, "no two workers of {one} must hold the same, so nobody "
+             "would see it: choose allreduce() or a split model"),
+        Rule(always, "in virtual time no bit flips: leave it out", (VIRTUAL,)),
+    ),
+    "--inject flip of payloads": (
+        Rule(always, "with --threads payloads are handed over where they are, and none is damaged on its way: run it "
+             "over MPI", (THREADS,)),
+    ),
+    "--checksums": (
+        Rule(lambda one: one.has_servers or one.sends_messages, "checks what workers exchange in collectives, and "
+             "those of {one} send messages: leave it out, or choose allreduce(), localsgd(), sharded() or tensor()"),
+        Rule(lambda one: one.has_stages, "checks what ranks exchange in collectives, and the stages of {one} send one "
+             "another messages: leave it out"),
+        Rule(always, "with --threads payloads are handed over where they are: leave it out, or run it over MPI",
+             (THREADS,)),
+        Rule(always, "in virtual time no bit flips: leave it out", (VIRTUAL,)),
     ),
     "--inject into pushes": (
         Rule(lambda one: not one.has_servers, "this needs a server, and {one} has none"),

@@ -96,6 +96,15 @@ class ValidationCadence:
         if rows is not None and self.informs:
             self._epochs, self._samples = (int(rows[-1][0]), int(rows[-1][1])) if rows else (0, 0)
 
+    @property
+    def place(self) -> tuple[int | None, int]:
+        """Epochs and samples at the last question."""
+        return self._epochs, self._samples
+
+    def go_back_to(self, place: tuple[int | None, int]) -> None:
+        """The run goes on from where this was the `place`; a validation that was under way comes again."""
+        (self._epochs, self._samples), self.under_way = place, -1
+
     def epoch_of(self, epoch: int) -> int:
         """The epoch under way, where the next batch is of this one: that of before where a validation is missing."""
         return epoch if self._epochs is None else min(epoch, self._epochs)

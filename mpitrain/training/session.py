@@ -53,6 +53,7 @@ from mpitrain.training.measure import device_for, pick_device
 from mpitrain.training.mllog_facts import mllog_facts
 from mpitrain.training.open_run import open_run
 from mpitrain.training.outcome import RunOutcome, rows_of, without_rows
+from mpitrain.training.payloads import settle_payloads
 from mpitrain.training.resuming.about_data import about_data
 from mpitrain.training.resuming.fingerprint import contents_of, of_job_file, of_program, options
 from mpitrain.training.tracing import begin_trace, nothing_traced
@@ -276,7 +277,7 @@ def prepare(
         runtime, job, overrides, roles, catalogue, validation, run_dir, NullReport(), started_s, runtime.rank,
         opened.identity, opened.resume, opened.lock, contents, about, leg=opened.leg,
     )  # fmt: skip
-    runtime.allreduce_plan.adopt(session.resume.about.get("allreduce") if session.resume else None)
+    settle_payloads(runtime, overrides, session.resume)
     environment = runtime.gather(
         {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank], "gpu": session.gpu}
     )

@@ -344,6 +344,16 @@ CASES = [
         acts=lambda run, plain: run["seen"][0]["pauses"] and not plain["seen"][0]["pauses"],
     ),
     Case(
+        "go_back",
+        ALL,
+        options="go_back=True",
+        acts=lambda run, plain: (
+            run["result"]["went_back"]["times"] == 0 and "went_back" not in plain["result"]
+        ),
+    ),
+    Case("compare_every", ALL, options="compare_every=1", acts=finished),
+    Case("checksums", ALL, options="checksums=True", acts=finished),
+    Case(
         "heartbeat_s",
         "sync()",
         options="heartbeat_s=55.0",
@@ -446,6 +456,7 @@ def row_of(case):
 LEFT_OUT = {
     "compile", "sync_batchnorm", "validate_ema", "patience", "clip_value", "gradient_noise", "metrics", "trace",
     "log_every", "name", "run_dir", "inject", "watchdog_s", "heartbeat_s", "checkpoint_pause", "sparse_as_dense",
+    "go_back", "compare_every", "checksums",
 }  # fmt: skip
 RUN = cells([case for case in CASES if ALL_CELLS or case.entry not in LEFT_OUT], row_of)
 NAMES = [f"{number} {case.entry} {case.strategy}" for number, case in enumerate(RUN)]

@@ -9,7 +9,7 @@ from torch import nn
 import mpitrain as mt
 from mpitrain.errors import ReplicasPartedError, UsageError
 from mpitrain.model.in_place import InPlaceGuard, Rarely, fingerprints, held_alike
-from mpitrain.training.replica_guard import ReplicaGuard
+from mpitrain.training.replica_guard import ReplicaGuard, state_of
 from mpitrain.values import parse
 from tests import toy
 
@@ -173,6 +173,8 @@ def test_a_fingerprint_does_not_depend_on_what_else_is_looked_at():
 def test_looks_come_at_first_and_then_ever_more_seldom():
     looks = Rarely()
     assert [call for call in range(1, 50) if looks()] == [1, 2, 3, 6, 12, 24, 48]
+    looks = Rarely(10)
+    assert [call for call in range(1, 50) if looks()] == [1, 2, 3, 6, 12, 22, 32, 42]
 
 
 def test_every_pass_is_looked_at_by_versions():
@@ -199,33 +201,97 @@ def test_between_steps_a_loop_is_looked_at_as_a_pass_is():
 
 
 class Ranks:
-    """Of which the others hold `others`."""
+    """Of which the others hold `others`, and state of their optimizers."""
 
-    size, step, rank = 2, 4, 0
+    step, rank = 4, 0
 
-    def __init__(self, *others):
-        self.others, self.own = (
-            [ReplicaGuard(self, mt.AllReduce(), lambda one=one: one) for one in others],
-            None,
-        )
+    def __init__(self, *others, state=()):
+        self.size, self.hosts = 1 + len(others), [f"h{rank}" for rank in range(1 + len(others))]
+        self.others, self.state = others, state or [()] * len(others)
 
     def allgather(self, value):
-        if value and isinstance(value[1], list):
-            return [value] + [[0, fingerprints([t for _, t in one._held()]).tolist()] for one in self.others]
-        return [value] + [one._sketch(0) for one in self.others]
+        if isinstance(value[1], list):
+            prints = [[0, *(fingerprints([t for _, t in some]).tolist() for some in pair), []]
+                      for pair in zip(self.others, self.state, strict=True)]  # fmt: skip
+            return [value] + prints
+        guards = [
+            ReplicaGuard(self, mt.AllReduce(), lambda held=held: held, state=lambda state=state: state)
+            for held, state in zip(self.others, self.state, strict=True)
+        ]
+        number, of_state = self.asked
+        return [value] + [guard._sketch(number, of_state) for guard in guards]
+
+
+def guard_of(ranks, held, *more, **options):
+    """Whose ranks know what they are asked for."""
+    guard = ReplicaGuard(ranks, mt.AllReduce(), lambda: held, *more, **options)
+    sketch = guard._sketch
+
+    def noted(*asked):
+        ranks.asked = asked
+        return sketch(*asked)
+
+    guard._sketch = noted
+    return guard
 
 
 @pytest.mark.parametrize(("off", "parts"), [(1e-9, False), (1e-3, True)])
 def test_rounding_is_told_once_and_ends_nothing(off, parts):
     tensor, told = torch.ones(2000, dtype=torch.float64), []
     ranks = Ranks([("w", tensor + off)])
-    guard = ReplicaGuard(
-        ranks, mt.AllReduce(), lambda: [("w", tensor)], lambda *name, **fields: told.append(fields)
-    )
+    guard = guard_of(ranks, [("w", tensor)], lambda *name, **fields: told.append(fields))
     if parts:
-        with pytest.raises(ReplicasPartedError, match="after step 5, 'w' of rank 1 .*apart by 0.001"):
+        words = (
+            "after step 5, 'w' of rank 1 .*apart by 0.001.* hosts h1 and h0; they last agreed after step 2"
+        )
+        guard.begin_at(2)
+        with pytest.raises(ReplicasPartedError, match=words):
             guard.compare()
     else:
         guard.compare()
         guard.compare()
         assert [one["tensor"] for one in told] == ["w"]
+
+
+def test_of_three_the_one_that_differs_is_named():
+    one = torch.ones(3)
+    for odd in range(3):
+        held = [[("v", one), ("w", one + (rank == odd))] for rank in range(3)]
+        other = 1 if odd == 0 else 0
+        with pytest.raises(
+            ReplicasPartedError, match=f"'w' of rank {odd} is no longer that of rank {other} "
+        ):
+            guard_of(Ranks(*held[1:]), held[0]).compare()
+
+
+@pytest.mark.parametrize(("at_first", "parts"), [(0.0, True), (1.0, False)])
+def test_state_of_an_optimizer_is_compared_unless_it_differs_from_the_beginning(at_first, parts):
+    one, momentum, others = [("w", torch.ones(3))], torch.zeros(3), torch.full((3,), at_first)
+    ranks = Ranks(one, state=[[("momentum of w", others)]])
+    guard = guard_of(ranks, one, state=lambda: [("momentum of w", momentum)])
+    guard.compare()
+    others[1] += 0.5
+    if parts:
+        with pytest.raises(
+            ReplicasPartedError, match="'momentum of w' of rank 1 is no longer that of rank 0"
+        ):
+            guard.compare()
+    else:
+        guard.compare()
+
+
+def test_a_number_that_is_not_finite_is_no_rounding():
+    whole, odd = torch.full((3,), 1e-9), torch.full((3,), 1e-9)
+    odd[0] = float("nan")
+    with pytest.raises(ReplicasPartedError, match="apart by"):
+        guard_of(Ranks([("w", odd)]), [("w", whole)]).compare()
+
+
+def test_state_is_named_by_its_parameter():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    assert state_of(optimizer, model.named_parameters()) == []
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    names = [name for name, _ in state_of(optimizer, model.named_parameters())]
+    assert names == ["momentum_buffer of weight", "momentum_buffer of bias"]

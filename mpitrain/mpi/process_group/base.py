@@ -72,6 +72,7 @@ class GroupBase(dist.ProcessGroup):
         self._num_collectives = 0
         self._announcements: dict[str, Announcement] = {}
         self._board: on_board.TensorBoard | None = None
+        self._payloads = runtime.payloads
         self._done_work = MpiWork(self._engine, "a collective that is done", [], timeout)
         self._done_work.end(None)
         self._comm: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
@@ -420,14 +421,15 @@ class GroupBase(dist.ProcessGroup):
         return [
             self._engine.isend(buffers.message_of(piece), dest, tag, self._comm)
             for piece in buffers.pieces(memory)
-        ]
+        ] + (self._payloads.sent(self, memory, dest, tag) if self._payloads is not None else [])
 
     def _receive(self, memory: torch.Tensor, source: int, tag: int) -> list[Op]:
         """Receive into host memory of any size from a rank of the group, inside a Task."""
-        return [
+        ops = [
             self._engine.irecv(buffers.message_of(piece), source, tag, self._comm)
             for piece in buffers.pieces(memory)
         ]
+        return ops if self._payloads is None else self._payloads.received(self, ops, memory, source, tag)
 
 
 def in_inference_mode(task: Task | None) -> Task | None:

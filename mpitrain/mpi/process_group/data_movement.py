@@ -24,11 +24,16 @@ class DataMovement(GroupBase):
 
         def carry(may_block: bool) -> Task:
             for tensor, event in zip(tensors, events):
-                held = buffers.lease(
-                    tensor, reads=is_root, writes=not is_root, after=event, on_host=not may_block
-                )
-                for message in held.messages():
-                    yield from self._call(may_block, "Bcast", message, root)
+                on_host = not may_block or self._payloads is not None
+                held = buffers.lease(tensor, reads=is_root, writes=not is_root, after=event, on_host=on_host)
+                if self._payloads is None:
+                    for message in held.messages():
+                        yield from self._call(may_block, "Bcast", message, root)
+                elif is_root:
+                    others = [rank for rank in range(self.size()) if rank != root]
+                    yield [op for rank in others for op in self._send(held.memory.view(-1), rank, MOVE_TAG)]
+                else:
+                    yield self._receive(held.memory.view(-1), root, MOVE_TAG)
                 held.finish()
 
         call = Call("broadcast", f"{shape_of(tensors)}, from {root}")
@@ -103,7 +108,7 @@ class DataMovement(GroupBase):
 
     def _gather_single(self, may_block: bool, whole: torch.Tensor, own: torch.Tensor) -> Task:
         slots = list(whole.view(self.size(), -1))
-        if whole.numel() > buffers.MAX_COUNT:
+        if whole.numel() > buffers.MAX_COUNT or self._payloads is not None:
             yield from self._spread(slots, own)
             return
         slots[self.rank()].copy_(own)
@@ -204,7 +209,7 @@ class DataMovement(GroupBase):
 
         def carry(may_block: bool) -> Task | None:
             target, source = output.detach(), input.detach()
-            if not may_block:
+            if not may_block or self._payloads is not None:
                 parts = [list(target.split(out_rows)), list(source.split(in_rows))]
                 return self._exchange(parts[0], parts[1], [event] * size + [own_event] * size)
             received = target if target.is_contiguous() else torch.empty_like(target).contiguous()

@@ -142,7 +142,7 @@ class TensorBoard:
 class Made(NamedTuple):
     """A group's board, who rings for its messages, and whether tensors are left on the board: none are where a rank's
     environment has MPI read device memory (MPITRAIN_GPU_BUFFERS=on), wherever they lie, since that is not known of the
-    others' tensors."""
+    others' tensors, or where payloads are looked at."""
 
     board: Board
     peers: NodePeers
@@ -160,7 +160,8 @@ def make(runtime: Runtime, comm: MPI.Intracomm, ranks: list[int]) -> Made | None
     memory = None
     with contextlib.suppress(OSError):
         memory = SharedMemory.made(length) if rank == 0 else None
-    every = json_collectives.allgather(comm, [memory and memory.place, is_forced()])
+    in_messages = is_forced() or runtime.payloads is not None
+    every = json_collectives.allgather(comm, [memory and memory.place, in_messages])
     made = None
     with contextlib.suppress(OSError):
         if place := every[0][0]:

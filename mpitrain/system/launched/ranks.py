@@ -55,9 +55,12 @@ class Ranks:
         num_threads: replicas, where ranks are threads of one process.
         evicted: ranks that are dead, or will never answer again; lost: at launch, and left behind since.
         allreduce_plan: what decides which algorithm carries an all-reduce.
+        payloads: what looks at payloads that ranks exchange in collectives (`mpi/process_group/checksums.py`), if any
+            does; set before a group is made.
     """
 
     allreduce_plan: Any
+    payloads: Any = None
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size

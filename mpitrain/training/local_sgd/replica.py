@@ -156,6 +156,10 @@ class LocalReplica(Stepper):
         """The question to all workers whether a validation has ended the run."""
         return Exchange(lambda: self._agree_to_end(ends), _no_bytes)
 
+    def begin_anew(self) -> None:
+        super().begin_anew()
+        self._skipped, self._refused, self._computed = 0, "", None
+
     def statistics(self) -> dict[str, float]:
         """What there is to report in a row of progress."""
         return self.averager.statistics()

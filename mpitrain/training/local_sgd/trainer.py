@@ -15,11 +15,12 @@ from mpitrain.training.local_sgd.averager import Ask, Averager
 from mpitrain.training.local_sgd.joint_replica import replica_of
 from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.outcome import RunOutcome
+from mpitrain.training.replica_guard import Named
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints
+from mpitrain.training.synchronous.copying_trainer import CopyingTrainer
 from mpitrain.training.synchronous.launch import run_synchronous
 from mpitrain.training.synchronous.recovery_state import RecoveryState
-from mpitrain.training.synchronous.trainer import CopyingTrainer
 from mpitrain.training.validations.validation_parts import gather_parts
 
 
@@ -67,6 +68,9 @@ class LocalSGDTrainer(CopyingTrainer):
     def _alike(self) -> list[tuple[str, torch.Tensor]]:
         return self.averager.held_alike()
 
+    def _state_alike(self) -> Named:
+        return super()._state_alike() if self.session.strategy.average_optimizer else []
+
     def _may_write_checkpoint(self) -> bool:
         return not self.averager.is_apart
 
@@ -100,9 +104,9 @@ class LocalSGDTrainer(CopyingTrainer):
             self.session.report.event(
                 "momenta", text="the checkpoint holds the first worker's alone: the others begin with them"
             )
-        attempt(self.session.runtime, lambda: self._take_own(mine[0] if mine else {}))
+        attempt(self.session.runtime, lambda: self.restore_own(mine[0] if mine else {}))
 
-    def _take_own(self, own: dict[str, Any]) -> None:
+    def restore_own(self, own: dict[str, Any]) -> None:
         if own:
             self.rates.restore(own["optimizer"])
             self.averager.means.restore(own["means"])

@@ -23,7 +23,7 @@ from mpitrain.training.measure import save_one_by_one
 from mpitrain.training.model_parallel.base import SplitStepper
 from mpitrain.training.model_parallel.state_shards import local, restore_shards, take_shards
 from mpitrain.training.outcome import RunOutcome
-from mpitrain.training.replica_guard import ReplicaGuard
+from mpitrain.training.replica_guard import Named
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints
@@ -74,15 +74,6 @@ class SplitTrainer(Trainer):
     def _make_measure(self) -> None:
         """All ranks measure together."""
 
-    def _make_guard(self) -> ReplicaGuard:
-        return ReplicaGuard(
-            self.session.runtime,
-            self.session.strategy,
-            self._alike,
-            self.session.report.event,
-            part=self._part,
-        )
-
     def _make_checkpoints(self) -> StepCheckpoints:
         still = self.module if self.stepper.holds_still else None
         return StepCheckpoints(
@@ -90,7 +81,7 @@ class SplitTrainer(Trainer):
         )
 
     @property
-    def _part(self) -> int:
+    def _part(self) -> int:  # type: ignore[override]
         """Of a checkpoint."""
         return self.stepper.checkpoint_grid.place(self.rank)[1]
 
@@ -104,11 +95,17 @@ class SplitTrainer(Trainer):
 
     @property
     def _may_compare(self) -> bool:
-        return self.stepper.checkpoint_grid.num_replicas > 1
+        return self.stepper.checkpoint_grid.num_replicas > 1 or self.session.runtime.payloads is not None
 
     def _alike(self) -> list[tuple[str, torch.Tensor]]:
         """What this rank holds, and those of the other replicas that hold the same part."""
         return [(name, local(one)) for name, one in held_alike(self.module)]
+
+    def _changed(self) -> tuple[str, ...]:
+        return ()
+
+    def _state_alike(self) -> Named:
+        return [(name, local(one)) for name, one in super()._state_alike()]
 
     # ---- what this rank goes on from: its part of the model and of the optimizer, and where the run is
 

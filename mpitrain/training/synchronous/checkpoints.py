@@ -163,6 +163,13 @@ class StepCheckpoints:
         """The run goes on at `samples`, not from a checkpoint."""
         self._cadence.go_on_from(samples)
 
+    def go_back_to(self, samples: int, step: int) -> None:
+        """All ranks are between two steps again, where they were before."""
+        self._at = samples, step
+        self._cadence.go_on_from(samples)
+        self.buffers.keep_present()
+        self.guard.end()
+
     def after_step(self, step: int, samples: int) -> None:
         """Write, or end, if it is time to; every rank calls it after every step."""
         self.buffers.keep_present()

@@ -1,4 +1,4 @@
-"""Injected delays and faults of a synchronous run: it sleeps, or fails, after its own step.
+"""Injected delays and faults of a synchronous run: it sleeps, fails, or has a bit flipped, after its own step.
 
 Invariants: a delay is relative to the rank's own time, from the forward pass to its last gradient. The whole backward
 pass also waits for the others, so a delay relative to it would pass one rank's sleep on to the next, and the delays of
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from mpitrain.inject import Straggler
+from mpitrain.training.synchronous.flips import Flips
 
 
 class InjectedDelay:
@@ -22,7 +23,12 @@ class InjectedDelay:
         straggler: what is injected into this worker.
         parameters: the model's; the last one to get its gradient ends the rank's own time.
         fail: carries out a fault.
+
+    Attributes:
+        flips: flips the bits.
     """
+
+    flips: Flips | None = None
 
     def __init__(
         self,
@@ -52,6 +58,9 @@ class InjectedDelay:
         seconds = self.straggler.sleep_s(max(0.0, self._ready_s - self._began_s))
         for fault in self.straggler.breaks(step):
             self.fail(fault.how, fault.after_s)
+        for flip in self.straggler.flips(step):
+            assert self.flips is not None
+            self.flips.carry_out(flip)
         if seconds > 0:
             time.sleep(seconds)
         return seconds

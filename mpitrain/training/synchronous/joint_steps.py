@@ -23,9 +23,9 @@ from mpitrain.model.optimizers.optimizer import Rates
 from mpitrain.model.optimizers.several_optimizers import SeveralOptimizers
 from mpitrain.model.wire.flat import all_finite
 from mpitrain.system import trace
+from mpitrain.training.synchronous.copying_trainer import CopyingTrainer
 from mpitrain.training.synchronous.ddp import ParallelModule
 from mpitrain.training.synchronous.stepper import Parts, Stepper
-from mpitrain.training.synchronous.trainer import CopyingTrainer
 
 
 class JointSteps(Stepper):

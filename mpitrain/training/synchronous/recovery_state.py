@@ -5,10 +5,13 @@ Invariants: plain data; it knows neither how a run is recovered nor who trains.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpitrain.training.measure import Meter
 from mpitrain.training.synchronous.injected_delay import InjectedDelay
+
+if TYPE_CHECKING:
+    from mpitrain.training.synchronous.going_back import GoingBack
 
 
 class RecoveryState(NamedTuple):
@@ -19,7 +22,7 @@ class RecoveryState(NamedTuple):
         failure: that ended its run, or "".
         state: `Trainer.state()`; of two ranks at the same step the same.
         own_before, own: the hook's state before the step under way, and now.
-        delay, meter: go on counting.
+        delay, meter, going_back: go on counting.
         validating: the samples at which a validation had begun that was not over; -1: none was under way.
     """
 
@@ -30,6 +33,7 @@ class RecoveryState(NamedTuple):
     own: dict[str, Any] | None = None
     delay: InjectedDelay | None = None
     meter: Meter | None = None
+    going_back: GoingBack | None = None
     validating: int = -1
 
     def shares(self, num_workers: int) -> tuple[Any, list[Any], int]:

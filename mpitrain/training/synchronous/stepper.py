@@ -172,6 +172,10 @@ class Stepper:
         self.step_optimizer()
         self.update_ema()
 
+    def begin_anew(self) -> None:
+        """The steps since a place in the run are taken again, and what ended the run in them has not happened."""
+        self.failure = ""
+
     def _where(self) -> str:
         return f"rank {self.own_gradients.worker} (worker, step {self.step})"
 

@@ -10,7 +10,7 @@ samples.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,17 @@ from mpitrain.training.measure import (
 )
 from mpitrain.training.outcome import RunOutcome
 from mpitrain.training.recipe import recipe_of_steps
-from mpitrain.training.replica_guard import ReplicaGuard
+from mpitrain.training.replica_guard import Named, ReplicaGuard, state_of
 from mpitrain.training.resuming.resume import restoring
 from mpitrain.training.resuming.resume_options import describe_optimizer, same_codec, shapes_of
 from mpitrain.training.schedule import go_on, goes_by_figures, report_end_of
 from mpitrain.training.session import Session, attempt
-from mpitrain.training.synchronous.checkpoints import StepCheckpoints, copied
+from mpitrain.training.synchronous.checkpoints import StepCheckpoints
 from mpitrain.training.synchronous.codec_hooks import CodecHook
 from mpitrain.training.synchronous.collectives import collectives_of
 from mpitrain.training.synchronous.ddp import ParallelModule
+from mpitrain.training.synchronous.flips import Flips
+from mpitrain.training.synchronous.going_back import GoingBack
 from mpitrain.training.synchronous.injected_delay import InjectedDelay
 from mpitrain.training.synchronous.recovery_state import RecoveryState
 from mpitrain.training.synchronous.stepper import Parts, Stepper
@@ -98,13 +100,17 @@ class Trainer(AlikeReplica):
             catalogue.num_samples, job.step_samples, self.num_workers, window, job.drop_last, (share,)
         )
         self.course = StepCourse(partition, job.epochs, session.overrides.steps)
-        self.replicas = self._make_guard()
+        self._guard_replicas(kept)
         self.checkpoints = self._make_checkpoints()
         self.checkpoints.before_writing = self._compare
         saved = kept.state if kept else self._restored()
         if saved is not None:
             attempt(session.runtime, restoring(session.resume)(lambda: self.restore(saved)))
             self._restore_own(kept)
+            warmup = num_warmup(self.num_steps - self.stepper.step)
+            self.meter = Meter(session.report, warmup, self.stepper.samples, self.stepper.step)
+        self.replicas.begin_at(self.stepper.step)
+        self.replicas.takes_rounding = not self.going_back.wanted
         if kept is None:
             attempt(session.runtime, self.checkpoints.try_out)
         if kept is not None:
@@ -131,12 +137,21 @@ class Trainer(AlikeReplica):
             session.job, self.module, session.validation, self.device, session.runtime.stamp, self.validations
         )
 
-    def _make_guard(self) -> ReplicaGuard:
-        session = self.session
-        return ReplicaGuard(
-            session.runtime, session.strategy, self._alike, session.report.event,
-            lambda: self.stepper.in_place.changed,
+    def _guard_replicas(self, kept: RecoveryState | None) -> None:
+        session, payloads, wanted = (
+            self.session,
+            self.session.runtime.payloads,
+            self.session.overrides.go_back,
+        )
+        self.replicas = ReplicaGuard(
+            session.runtime, session.strategy, self._alike, session.report.event, self._changed, self._part,
+            self._state_alike, session.overrides.compare_every, payloads and payloads.damaged,
         )  # fmt: skip
+        self.going_back = (kept and kept.going_back) or GoingBack(
+            session.runtime, wanted and self._may_compare
+        )
+        self.going_back.tell = session.report.event  # another rank's, where the first has died
+        self.delay.flips = Flips(self._alike, self._state_alike, payloads and payloads.flip)
 
     def _begin(self) -> None:
         """What is known when the run stands where it goes on from."""
@@ -217,12 +232,19 @@ class Trainer(AlikeReplica):
         self.validations.go_on_from(state.get("figures"))
         if stepper.updates.ema is not None:
             stepper.updates.ema.restore(state.get("ema"))
-        warmup = num_warmup(self.num_steps - stepper.step)
-        self.meter = Meter(self.session.report, warmup, stepper.samples, stepper.step)
 
     def _restore_held(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state["module"])
         self.rates.restore(state["optimizer"])
+
+    def own_state(self) -> dict[str, Any]:
+        """What this rank alone holds of what it goes on from."""
+        return self.hook.state() if self.hook is not None else {}
+
+    def restore_own(self, own: dict[str, Any]) -> None:
+        """Continue from what `own_state` returned on this rank."""
+        if self.hook is not None:
+            self.hook.restore(own)
 
     def keep_state(self) -> RecoveryState:
         """What this rank goes on from should others have died in this step: everything as when all last held the same,
@@ -236,13 +258,20 @@ class Trainer(AlikeReplica):
             state["module"]
         )  # the forward pass of the step that failed has changed them
         step, failure, validating = self.stepper.step, self.stepper.failure, self.validations.under_way
-        return RecoveryState(step, failure, state, before, own, self.delay, meter, validating)
+        return RecoveryState(
+            step, failure, state, before, own, self.delay, meter, self.going_back, validating
+        )
 
     def run(self) -> None:
         """Run the worker's role to the end of the course, or until a gradient is not finite or the run is asked to
         end."""
+        self.going_back.run(self, self._run_once)
+
+    def _run_once(self) -> None:
         world = self.session.runtime.make_world((), _no_payload, reduce=self._reduce)
         world.run(StepWorker(self.rank, self, self.replica, self.meter, validations=self.validations).run())
+        if self.going_back.wanted and not self.checkpoints.ended:
+            self._compare()
 
     @property
     def replica(self) -> StepReplica:
@@ -265,10 +294,22 @@ class Trainer(AlikeReplica):
         """What all ranks hold the same of, where they are to."""
         return held_alike(self.module)
 
-    def _compare(self, look: Callable[[], None] | None = None) -> None:
-        """Whether all ranks do hold the same, where they are to."""
-        if self._may_compare and self._may_write_checkpoint() and not self.stepper.failure:
-            attempt(self.session.runtime, look or self.replicas.compare)
+    def _state_alike(self) -> Named:
+        """The same of the optimizer's state."""
+        return state_of(self.optimizer, self.module.named_parameters())
+
+    _part = 0  # of a model that is not split
+
+    def _changed(self) -> Collection[str]:
+        """Parameters that forward passes here have changed in place."""
+        return self.stepper.in_place.changed
+
+    def _compare(self, look: Callable[[], bool] | None = None) -> None:
+        """Whether all ranks do hold the same, where they are to. What ends a run that can go back may be what has
+        parted them."""
+        goes_on = self.going_back.wanted or not self.stepper.failure
+        if self._may_compare and self._may_write_checkpoint() and goes_on:
+            self.going_back.look(self, look or self.replicas.compare)
 
     @property
     def _may_compare(self) -> bool:
@@ -298,6 +339,7 @@ class Trainer(AlikeReplica):
 
     def next_turn(self) -> StepTurn | None:
         """This rank's lease of the next step; None where the epoch has come to its end."""
+        self.going_back.freshen(self)
         with self.checkpoints.guard.changing():
             turn = self.course.next_turn()
         following = self.course.partition.peek() if turn else None
@@ -342,6 +384,8 @@ class Trainer(AlikeReplica):
     def settle_checkpoint(self) -> None:
         """The step is over and reported."""
         self.course.partition.settle_step()
+        if self.stepper.failure and self.going_back.wanted:
+            self._compare()
         if self._may_write_checkpoint():
             self._remember()
             self.checkpoints.after_step(self.stepper.step, self.stepper.samples)
@@ -419,7 +463,7 @@ class Trainer(AlikeReplica):
                 "nonfinite": self.stepper.nonfinite,
                 "samples_left_out": self.course.num_left_out,
             }
-            counts |= self._counts() | concluded | self.validations.result()
+            counts |= self._counts() | concluded | self.validations.result() | self.going_back.result()
             outcome.result = {**self.meter.result(), **counts, "metrics": metrics, "model": str(model)}
         return outcome
 
@@ -449,24 +493,6 @@ class Trainer(AlikeReplica):
         """Write the model, on rank 0."""
         if self.rank == 0:
             save_model(self.module, path, metadata)
-
-
-class CopyingTrainer(Trainer):
-    """A `Trainer` whose steps change what all hold before they are whole: where ranks may die, each keeps a copy of
-    what all held when they last held the same, and goes back to that."""
-
-    def _remember(self) -> None:
-        if self.session.runtime.survives_shrink:
-            self._common = copied(self.state())
-
-    def keep_state(self) -> RecoveryState:
-        self.checkpoints.writer.wait()
-        meter, step = self.meter if self.rank == 0 else None, self._common["counts"]["step"]
-        # the copy is of before the end of an epoch, at which a validation comes by itself
-        validating = -1 if self.validations.policy.epochs else self.validations.under_way
-        return RecoveryState(
-            step, self.stepper.failure, self._common, delay=self.delay, meter=meter, validating=validating
-        )
 
 
 def _no_payload(source: int, kind: Kind) -> Any:

@@ -19,6 +19,7 @@ import mpitrain  # noqa: F401  (this import is all a script needs)
 from benchmarks.measuring.gloo import never_destroyed
 from mpitrain.errors import MismatchError
 from mpitrain.mpi.allreduce_plan import VARIABLE
+from mpitrain.mpi.process_group.checksums import PayloadChecks, checksum_of
 from tests.mpi.cases import run_cases, starts
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames some of these
@@ -324,6 +325,42 @@ def case_subgroups(rt):
                 for count in (1, 5003):
                     compare(name, group, torch.float32, count, root=1)
             dist.destroy_process_group(group)
+    dist.barrier()
+
+
+def case_payloads_with_checksums(rt):
+    """Every collective gives what it gives without, and a bit that flips on the way is seen by its receiver alone."""
+    rt.payloads, rt.allreduce_plan.in_messages = PayloadChecks(checks=True), True
+    group = dist.new_group()
+    checks, rt.payloads, rt.allreduce_plan.in_messages = rt.payloads, None, False
+    for name in (
+        "allreduce",
+        "reduce_scatter_single",
+        "all_gather_single",
+        "allgather",
+        "broadcast",
+        "alltoall",
+    ):
+        before = checks.num_checked
+        for dtype in (torch.float32, torch.bfloat16):
+            compare(name, group, dtype, 5003)
+        assert checks.damaged() == [] and (checks.num_checked > before or rt.rank == 0)
+    for receiver in range(rt.size):
+        if rt.rank == receiver:
+            checks.flip(0, 1234567)
+        rt.step = 4
+        dist.all_reduce(torch.ones(5003), group=group)
+        found = checks.damaged()
+        assert [step for _, step in found] == [4] * (rt.rank == receiver), found
+        assert all(sender != rt.rank and (rt.size > 2 or sender == 1 - rt.rank) for sender, _ in found), found
+    for tensor in (torch.arange(37.0), torch.arange(38.0)[1:], torch.ones(3, dtype=torch.bfloat16)[1:]):
+        whole = checksum_of(tensor)
+        assert torch.equal(whole, checksum_of(tensor.clone()))
+        for bit in range(8 * tensor.nbytes):
+            other = tensor.clone()
+            other.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+            assert not torch.equal(whole, checksum_of(other))
+    dist.destroy_process_group(group)
     dist.barrier()
 
 
