@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.codecs.base import Codec
+from mpitrain.model.building.compiler_import import without_compiler
 from mpitrain.model.optimizers.optimizer import is_torchs_elementwise, rebuild, state_bytes
 from mpitrain.model.optimizers.step_hooks import OwnStep, without_global_hooks
 from mpitrain.model.wire.buffers import wire_dtype
@@ -116,7 +117,7 @@ def _state_bytes(
     if not (trained and is_torchs_elementwise(optimizer)):
         return state_bytes(trained, optimizer) if may_step else None
     sample = nn.Parameter(torch.zeros(_SAMPLE, dtype=_stepped(trained[0].dtype, strategy)))
-    with without_global_hooks():
+    with without_global_hooks(), without_compiler():
         each = state_bytes([sample], rebuild(optimizer, [(0, sample)]))
     return None if each is None else each // _SAMPLE * sum(one.numel() for one in trained)
 

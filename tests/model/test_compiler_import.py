@@ -49,6 +49,15 @@ with without_compiler():
     assert getattr(add, "{KNOWN}") is mark
 assert getattr(add, "{KNOWN}") is mark
 """
+WEIGHED = """
+from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.training.memory import sizes_of
+module = torch.nn.Linear(2, 2)
+with without_compiler():
+    made = torch.optim.Adam(module.parameters())
+assert sizes_of(module, made, AllReduce()).optimizer == 2 * 4 * 6
+assert not compiler()
+"""
 # Imports torch, which takes most of the time, and forks a process for each program.
 FORKS = """
 import json, os, sys, traceback, torch
@@ -65,7 +74,7 @@ for number, program in enumerate(json.loads(sys.argv[1])):
         os._exit(0)
     os.waitpid(child, 0)
 """
-PROGRAMS = [MAKE + program for program in (STEPS, FAILS, MARKED)]
+PROGRAMS = [MAKE + program for program in (STEPS, FAILS, MARKED, WEIGHED)]
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +96,10 @@ def test_a_block_that_fails_leaves_torch_as_it_was(said):
 def test_the_mark_is_kept_where_the_compiler_has_been_imported(said):
     """A compiled function that makes an optimizer breaks its graph there, as it does without us."""
     assert said[2] == ""
+
+
+def test_what_memory_is_told_of_is_weighed_without_the_compiler(said):
+    assert said[3] == ""
 
 
 def test_a_compiler_that_is_imported_in_the_block_takes_its_mark_back(monkeypatch):

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mpitrain.errors import UsageError
 from mpitrain.model.optimizers.several_optimizers import SeveralOptimizers
 from mpitrain.strategies.base import ServerStrategy
+from mpitrain.torch_versions import step_alone
 
 ELEMENTWISE = (
     "SGD",
@@ -241,8 +242,13 @@ def state_bytes(trained: Sequence[nn.Parameter], optimizer: Optimizer) -> int | 
     before = [one.detach().clone() for one in trained]
     for one in trained:
         one.grad = torch.zeros_like(one)
+    alone = step_alone(optimizer)  # torch's own imports its compiler first
     try:
-        optimizer.step()
+        if alone is None:
+            optimizer.step()
+        else:
+            with torch.no_grad():
+                alone()
         states = [one for state in optimizer.state.values() for one in state.values()]
         return sum(one.numel() * one.element_size() for one in states if isinstance(one, torch.Tensor))
     except Exception:  # such as one that wants a closure
