@@ -46,6 +46,12 @@ FAILED_ONCE = (
     ),
     # the only one that trained in a warm-up has died
     Serving(row="async", servers=1, seed=27, warmup=(1, 0.3), starts=(Start(kills=((0, 1),)),)),
+    # a shard had a push of the dead, was over its warm-up for it, and let others in for whom the next one did not
+    Serving(row="ssp, rounds", servers=1, seed=1953, batch=2, warmup=(2, 0.5),
+            starts=(Start(workers=5, servers=3, kills=((0, 5),), naps=((0, 2),)),)),
+    # the only one that trained in a warm-up was given up by two of three servers
+    Serving(row="ssp, two in flight", servers=3, seed=3497, warmup=(1, 1.0),
+            starts=(Start(naps=((0, 9),), patient=(2,)),)),
 )  # fmt: skip
 
 

@@ -401,10 +401,7 @@ class FaultTolerantServer(Server):
             yield from self._go_on_without(worker)
         if not present and self.table.num_lost == len(self.workers):
             self.failure = self.failure or _why_lost(worker, how) + ", and no other worker is left"
-        if (
-            not self.table.active and not self.table.standby
-        ):  # all that warmed up are gone, and the data are not
-            yield from self._let_all_in()
+        yield from self._let_all_in()  # shards would see the end of a warm-up at different pushes from here on
         yield from self._wake()
 
     @property

@@ -389,10 +389,11 @@ class Server:
             self._enter(worker, WorkerEvent.ASK_FINAL, message)
         has_rest = not self.gathering.empty  # too few for an update of their own, but nothing is lost
         yield from self._go_on_without(worker)
-        if not self.table.active:
-            if not self.gathering.empty:
-                yield from self._carry_out(Verdict(0.0, True, ()))
-            yield from self._admit_joining()  # the data ended before the warm-up did
+        if not self.table.active and not self.gathering.empty:
+            yield from self._carry_out(Verdict(0.0, True, ()))
+        # the data ended before the warm-up did, or another server has given it up
+        if not self.table.active or not message.all_answered:
+            yield from self._let_all_in()
         self.flushed_rest = self.flushed_rest or (has_rest and self.gathering.empty)
 
     def _go_on_without(self, worker: int) -> Steps:
