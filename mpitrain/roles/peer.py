@@ -387,7 +387,7 @@ class Peer:
         or else by itself while the others go on."""
         samples, measures = turn.samples_before, self.duties.measures
         metrics: dict[str, float] = {}
-        if measures is not None and not (self.strategy.asynchronous or self.validations.counts_seconds):
+        if measures is not None and self._validates_together:
             metrics = yield from self._measure_together(measures, turn.step, samples)
             if self.validations.informs:
                 self._untold = self.validations.told(metrics)
@@ -437,7 +437,13 @@ class Peer:
     def _look_at_end(self, step: int) -> None:
         """All peers end together where a validation has ended the run."""
         if self.validations.may_end and self.checkpoints is not None:
-            self.checkpoints.validated(step, self.rank == 0 and self.validations.over)
+            over = self.rank == 0 and self.validations.over
+            self.checkpoints.validated(step, over, self._validates_together)
+
+    @property
+    def _validates_together(self) -> bool:
+        """Whether all peers know at which step it is time."""
+        return not (self.strategy.asynchronous or self.validations.counts_seconds)
 
     def _counts(self) -> dict[str, Any]:
         return {

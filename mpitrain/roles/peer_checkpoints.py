@@ -39,10 +39,11 @@ class PeerCheckpoints:
         """Whether this peer was asked to end, or wants to."""
         return self._wants_end or self.writer.asked()
 
-    def validated(self, step: int, over: bool) -> None:
-        """A validation before this step may have ended the run, which one peer knows: all ask after the step."""
+    def validated(self, step: int, over: bool, together: bool) -> None:
+        """A validation before this step may have ended the run, which one peer knows: all ask after the step, where all
+        know (`together`) that there was one, or else when they ask next."""
         self._wants_end = self._wants_end or over
-        if not self.asynchronous:
+        if together:
             self.cadence.ask_at = min(self.cadence.ask_at, step)
 
     def agrees_after(self, step: int, met: bool) -> bool:

@@ -52,6 +52,9 @@ FAILED_ONCE = (
     # the only one that trained in a warm-up was given up by two of three servers
     Serving(row="ssp, two in flight", servers=3, seed=3497, warmup=(1, 1.0),
             starts=(Start(naps=((0, 9),), patient=(2,)),)),
+    # by seconds peers know of a validation at different steps, and asked one another then
+    Peering(topology="exponential", seed=9525, law="heavy", warmup=(1, 0.3),
+            last=PeerStart(validate_s=2.0, over_after=1)),
 )  # fmt: skip
 
 
