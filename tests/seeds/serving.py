@@ -126,6 +126,17 @@ class Serving(Literal):
         if not start.naps and len(start.kills) < start.workers:
             by = first.delivered["by"]
             assert ended.replicas[by].values == [store.value for store in ended.stores]
+        if start.is_calm and not start.torn and not start.last:  # the end does not wait for the one before
+            assert not missing_parts(ended.disk), "one is named before all know of the one before"
+
+
+def missing_parts(disk: Any) -> set[tuple[int, str]]:
+    """Parts of workers that are not there, of checkpoints before one of which the same worker was to write a part."""
+    marks, found = sorted(disk.listed), set()
+    for mark, later in zip(marks, marks[1:]):
+        both = set(disk.listed[mark]) & set(disk.listed[later])
+        found |= {(mark, name) for name in both - set(disk.marks[mark]) if name.startswith("worker")}
+    return found
 
 
 def stalest(strategy: ServerStrategy) -> float:
