@@ -89,7 +89,7 @@ class Serving(Literal):
         parts, paths = None, []
         for start in (*self.starts, self.last):
             ended = self._run(start, parts)
-            failure = ended.servers[0].summary()["failure"]
+            failure = next((server.failure for server in ended.servers if server.failure), "")
             assert not failure or any(text in failure for text in NOBODY_LEFT), failure
             assert not failure or start.naps or len(start.kills) == start.workers, failure
             if not failure and not ended.servers[0].checkpoints.ended:
