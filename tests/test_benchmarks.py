@@ -65,6 +65,7 @@ BY_HAND = {
     "low_communication",
     "memory",
     "memory_told",
+    "node_outage",
     "other_mpi",
     "prediction",
     "published",
@@ -109,7 +110,9 @@ def helps():
 def test_every_program_says_how_often_it_measures_and_records_on_request(helps, name):
     """`--rounds` of a measurement, `--kills` of a campaign; no row is written without `--record`."""
     assert "--record" in helps[name]
-    assert ("--kills" if name in ("chaos", "signals", "slurm_signals") else "--rounds") in helps[name]
+    assert (
+        "--kills" if name in ("chaos", "signals", "slurm_signals", "node_outage") else "--rounds"
+    ) in helps[name]
 
 
 def test_the_emulated_hosts_explain_themselves(helps):

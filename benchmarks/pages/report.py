@@ -385,6 +385,22 @@ def slurm_signals() -> str:
     )
 
 
+def node_outage() -> str:
+    found = newest("node_outage", "strategy")
+    head = ("strategy", "nodes killed", "survived", "outage, median s", "longest s")
+    body = [
+        (
+            f"`{name}`",
+            str(row["kills"]),
+            str(row["survived"]),
+            f"{row['median_s']:.2f}",
+            f"{row['longest_s']:.2f}",
+        )
+        for (name,), row in found.items()
+    ]
+    return table(head, *body) + "\n\n" + origin(*found.values())
+
+
 def hostile() -> str:
     row = one("hostile")
     return (
@@ -526,6 +542,7 @@ PROGRAMS: dict[str, Callable[[], str]] = {
     "tolerance_cost": tolerance_cost,
     "signals": signals,
     "slurm_signals": slurm_signals,
+    "node_outage": node_outage,
     "threads": threads,
     "other_mpi": other_mpi,
     "hostile": hostile,
