@@ -234,7 +234,7 @@ class PeerReplica:
 
     def digest(self) -> str:
         """16 hexadecimal digits of the bits of x."""
-        return hashlib.blake2b(self.x.numpy().tobytes(), digest_size=8).hexdigest()
+        return hashlib.blake2b(self.x.numpy().data, digest_size=8).hexdigest()
 
     # ---- arriving wire buffers, metrics, state
 
