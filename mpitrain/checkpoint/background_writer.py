@@ -26,6 +26,7 @@ from mpitrain.system import background
 from mpitrain.system.files.run_directory import MAX_RECORD_BYTES, Identity
 from mpitrain.system.launched import time_limit
 from mpitrain.system.looking import only_looking
+from mpitrain.system.time_spent import TimeSpent
 
 MAX_FAILURES = 3
 RESTS = 7  # times as long as it has computed, so that of its core it takes an eighth
@@ -48,6 +49,7 @@ class PartPlan:
         faults: what `--inject` orders of this part's writes: ("disk_full" or "corrupt_file", number of the write).
         drawn: asked before each write: the same of it, at times that are drawn.
         pauses: nothing is copied, and the role waits until its part is written.
+        spent: on the rank that reports, what the run's time goes to.
     """
 
     run_dir: Path
@@ -64,6 +66,7 @@ class PartPlan:
     on_written: Callable[[Path, tuple[str, ...]], None] = lambda folder, parts: None
     pauses: bool = False
     drawn: Callable[[], Sequence[str]] = tuple
+    spent: TimeSpent | None = None
 
 
 class CheckpointWriter:
@@ -138,6 +141,8 @@ class CheckpointWriter:
         """Take over the state and start writing; waits only for the writing before, or also for this one where the
         plan says so."""
         began_s = time.monotonic()
+        if self.plan.spent is not None:
+            self.plan.spent.mark()
         self.wait()
         waited_s = time.monotonic()
         with only_looking() if self.plan.pauses else contextlib.nullcontext():
@@ -149,6 +154,8 @@ class CheckpointWriter:
         if self.plan.pauses:
             self.wait()
             self.wait_s += time.monotonic() - self._last_s
+        if self.plan.spent is not None:
+            self.plan.spent.pause("checkpoint", time.monotonic() - began_s)
 
     def write_now(self, checkpoint_at: int, state: dict[str, Any], parts: Sequence[str] = ()) -> None:
         """Write this part of a checkpoint in the calling thread, which need not be the role's: `state` is all of it.

@@ -34,6 +34,7 @@ from mpitrain.system.files.part_places import is_there
 from mpitrain.system.files.run_directory import samples_of
 from mpitrain.system.optional import reason
 from mpitrain.system.saying import say
+from mpitrain.system.time_spent import TimeSpent
 
 # 3 called a missed target `fail`; 2 said `meetings`, `lead_max` and `workers_detail`, 1 also `metrics_are` for
 # `metrics_reduction`
@@ -121,7 +122,7 @@ class Reported:
             begun.
         log_every: a row after every so many steps; None: as often as a line for eyes.
         logs: names of the logs that get the rows, too; callbacks: objects that do, as in `listeners.py`.
-        facts: what a log says of the run that stands in no row.
+        facts: what a log says of the run that stands in no row; spent: is told how the run comes on.
     """
 
     run_dir: Path | str
@@ -136,6 +137,7 @@ class Reported:
     logs: Sequence[str] = ()
     callbacks: Sequence[Any] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    spent: TimeSpent | None = None
 
 
 class Report:
@@ -158,9 +160,15 @@ class Report:
         self._opened_s = of.clock()
         self._set_out()
 
-    def begin(self, **fields: object) -> None:
-        """The first step begins now: rates and the time left do not count what came before. A row without a line."""
+    def begin(self, goes_on_from: int = 0, **fields: object) -> None:
+        """The first step begins now: rates and the time left do not count what came before. A row without a line.
+
+        Args:
+            goes_on_from: accepted samples, where the run goes on from a state that says so.
+        """
         self._set_out()
+        if self.of.spent is not None:
+            self.of.spent.begin(goes_on_from)
         planned = {"total_samples": self.of.total_samples, "epochs": self.of.num_epochs}
         self._write("training", plain({"samples": self._start[1], **planned, **fields}))
 
@@ -187,6 +195,8 @@ class Report:
             **fields: further numbers for the row and the line (say `staleness=1.5`).
         """
         now_s = self._stepped_s = self.of.clock()
+        if self.of.spent is not None:
+            self.of.spent.progress(samples)
         line_due = now_s >= self._due_s
         if self.of.log_every is None:
             row_due = line_due or now_s >= self._row_due_s
@@ -213,6 +223,11 @@ class Report:
             samples / self.of.total_samples if self.of.total_samples else None,
             self._left_s(samples, now_s),
         )
+
+    def pause(self, part: str, seconds: float) -> None:
+        """So much of the time since the last step went into this, such as "validation"."""
+        if self.of.spent is not None:
+            self.of.spent.pause(part, seconds)
 
     def _between_rows_s(self, now_s: float) -> float:
         if self.of.interval_s is not None:
@@ -327,10 +342,13 @@ def explained(failure: str) -> str:
 class NullReport:
     """What every rank but 0 reports: nothing."""
 
-    def begin(self, **fields: object) -> None:
+    def begin(self, goes_on_from: int = 0, **fields: object) -> None:
         """Nothing."""
 
     def progress(self, samples: int, step: int, epoch: int, loss: Any, **fields: object) -> None:
+        """Nothing."""
+
+    def pause(self, part: str, seconds: float) -> None:
         """Nothing."""
 
     def event(self, name: str, **fields: object) -> None:

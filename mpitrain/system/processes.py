@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 
@@ -23,6 +24,16 @@ def identity(pid: int | None = None) -> str:
         return ""
     state, *rest = stat.rsplit(")", 1)[1].split()
     return "" if state in "ZX" else f"{boot}:{namespace}:{pid}:{rest[18]}"
+
+
+def age_s() -> float:
+    """Seconds since this process began; 0 where nobody knows."""
+    try:
+        stat = Path("/proc/self/stat").read_text()
+        began_s = int(stat.rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
+    except (OSError, ValueError, AttributeError):
+        return 0.0
 
 
 def place(process: str) -> str:

@@ -8,8 +8,9 @@ place is written over as time goes by, so that a kill loses a quarter of a secon
 stretch had trained when a checkpoint was taken.
 
 Invariants: rank 0 writes. At every moment the seconds of a stretch add up to the time since it began, and those of a
-run, with what lies between its stretches, to the time from its first start to its last word. Samples that are
-processed are useful or redone. Nobody but the clock that is given is asked for the time.
+run, with what lies between its stretches, to the time from its first start to its last word. What lies behind a start
+that has come to its end, and of which nothing is done again, is no time of the run. Samples that are processed are
+useful or redone. Nobody but the clock that is given is asked for the time.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpitrain.system import background
 from mpitrain.system.files.run_directory import is_same_start, read_bounded
+from mpitrain.system.optional import optional
 
 FILE = "spent.txt"
 LINE_BYTES = 512
-WRITE_EVERY_S = 0.02
+WRITE_EVERY_S = 0.25
 LONG = 5.0  # times as long as the mean between two reports of progress: somebody was waited for
 LEAST_WAIT_S = 0.5
 _MAX_BYTES = 2**26
@@ -69,20 +72,45 @@ class Stretch:
 class TimeSpent:
     """The stretch under way, on rank 0. Threads may call it.
 
+    Raises:
+        OSError: the file cannot be written; later on that costs a warning.
+
     Args:
         run_dir: whose file goes on; attempt: id of the start.
-        first: accepted samples that it goes on from; age_s: seconds for which its process has been starting.
+        first: accepted samples that it goes on from; None: as many as the stretch before has come to.
+        age_s: seconds for which its process has been starting.
         clock, calendar: seconds, monotonic and of the calendar.
     """
 
     def __init__(
-        self, run_dir: Path, attempt: str, first: int, age_s: float = 0.0,
+        self, run_dir: Path, attempt: str, first: int | None, age_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic, calendar: Callable[[], float] = time.time,
     ):  # fmt: skip
         self._path, self._clock, self._calendar = run_dir / FILE, clock, calendar
-        self._lock = threading.RLock()
+        self._lock, self._closed = threading.RLock(), threading.Event()
         self._at_s, self._phase = clock(), "setting_up"
+        if first is None:
+            first = next((one.samples for one in reversed(read_spent(run_dir))), 0)
         self._begin_stretch(attempt, first, age_s)
+        self._thread: threading.Thread | None = None
+
+    def keep_writing(self) -> None:
+        """Write from now on, until it is closed."""
+        self._thread = background.start("spent", self._write_on)
+
+    def _write_on(self) -> None:
+        while not self._closed.wait(WRITE_EVERY_S):
+            with optional(self._path):
+                self.write()
+
+    def close(self) -> None:
+        """Write for the last time. May be called twice."""
+        if not self._closed.is_set():
+            self._closed.set()
+            if self._thread is not None:
+                self._thread.join(10.0)  # or the disk hangs
+            with optional(self._path):
+                self.write()
 
     def _begin_stretch(self, attempt: str, first: int, age_s: float) -> None:
         self.stretch = Stretch(attempt, self._calendar() - age_s, first, first)
@@ -93,24 +121,26 @@ class TimeSpent:
             self._place = file.tell()
         self.write()
 
-    def begin(self) -> None:
-        """The first step begins now."""
+    def begin(self, goes_on_from: int = 0) -> None:
+        """The next step begins now: the first, or one after others were lost.
+
+        Args:
+            goes_on_from: accepted samples; where there were more, the run has gone back. 0: that is not known.
+        """
         with self._lock:
-            self._settle("setting_up")
+            self._settle("waiting" if self._num_reports else "setting_up")
+            if 0 < goes_on_from < self.stretch.samples:
+                with optional(self._path):
+                    self.write()
+                    self._begin_stretch(self.stretch.attempt, goes_on_from, 0.0)
             self._phase = "training"
 
     def progress(self, samples: int) -> None:
-        """A step has come to its end: so many samples were accepted in all; fewer than before where the run has gone
-        back."""
+        """A step has come to its end: so many samples were accepted in all."""
         with self._lock:
             self._settle(self._phase)
             self._num_reports += 1
-            if samples < self.stretch.samples:
-                self.write()
-                self._begin_stretch(self.stretch.attempt, samples, 0.0)
             self.stretch.samples = samples
-            if self._at_s - self._written_s >= WRITE_EVERY_S:
-                self.write()
 
     def pause(self, part: str, seconds: float) -> None:
         """So much of the time since the last report went into a "checkpoint" or a "validation"."""
@@ -124,7 +154,7 @@ class TimeSpent:
         with self._lock:
             one = (self.stretch.samples, self.stretch.seconds["training"])
             self.stretch.marks.append(one)
-            with open(self._path, "ab") as file:
+            with optional(self._path), open(self._path, "ab") as file:
                 file.write(f"{json.dumps({'mark': one[0], 'training_s': one[1]})}\n".encode())
 
     def end(self) -> None:
@@ -132,7 +162,6 @@ class TimeSpent:
         with self._lock:
             self._settle("ending")
             self._phase = "ending"
-            self.write()
 
     def write(self) -> None:
         """Bring it to disk as it is now.
@@ -156,7 +185,6 @@ class TimeSpent:
                 os.pwrite(handle, line.encode(), self._place)
             finally:
                 os.close(handle)
-            self._written_s = now_s
 
     def _settle(self, part: str) -> None:
         now_s = self._clock()
@@ -216,7 +244,9 @@ def goodput(stretches: Sequence[Stretch]) -> dict[str, Any]:
             continue
         before = stretches[number - 1]
         again = "waiting" if is_same_start(one.attempt, before.attempt) else "restart"
-        seconds[again] += one.seconds["setting_up"] + max(0.0, one.began_s - before.ended_s)
+        seconds[again] += one.seconds["setting_up"]
+        if not before.seconds["ending"] or one.first < before.samples:
+            seconds[again] += max(0.0, one.began_s - before.ended_s)
         redone += max(0, before.samples - one.first)
     useful, wall_s = stretches[-1].samples - stretches[0].first, sum(seconds.values())
     return {

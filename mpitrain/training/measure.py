@@ -284,7 +284,7 @@ class Meter:
         self.first_s = self.last_s = self.begin_s = time.monotonic()
         self.paused_s = self._paused_since_s = 0.0  # up to the last step, and since
         self.windows = Windows(self.begin_s, samples)
-        report.begin()
+        report.begin(samples)
         self.metrics: dict[str, Any] = {}
 
     def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: object) -> None:
@@ -313,6 +313,7 @@ class Meter:
     def pause(self, seconds: float) -> None:
         """So much time since the last step went into something that is not training."""
         self._paused_since_s += seconds
+        self.report.pause("validation", seconds)
 
     def until_now(self) -> None:
         """Training has gone on until now, though this rank has no step to report: it waited for the others' last."""

@@ -149,10 +149,14 @@ class Session:
         """Make this rank the first: it takes the run directory's lock, and reports."""
         self.lock = RunLock(self.run_dir, self.identity.attempt)
         self.lock.take()
+        assert self.account is not None, "the run has begun"
+        self.account.lead()
         self.open_report(None)
 
     def close(self) -> None:
         """Release the run directory, so that other jobs may take it."""
+        if self.account is not None:
+            self.account.close()
         if self.lock is not None:
             self.lock.release()
 
@@ -163,6 +167,7 @@ class Session:
             self.run_dir, self.total_samples(), quiet=self.overrides.quiet, num_epochs=job.epochs,
             resumed_at=resumed_at, log_every=job.log_every, logs=read_logs(job.log), callbacks=job.callbacks,
             facts=mllog_facts(job, self.overrides.lr, self.validation, job_file),
+            spent=self.account.spent if self.account else None,
         )  # fmt: skip
         self.report = Report(reported)
 
@@ -282,7 +287,8 @@ def prepare(
         {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank], "gpu": session.gpu}
     )
     account = session.account = Account(runtime, run_dir, opened.identity.attempt)
-    attempt(runtime, lambda: account.begin(session.resume.folder.parent.parent if session.resume else None))
+    source = session.resume.folder.parent.parent if session.resume else None
+    attempt(runtime, lambda: account.begin(source, _resumed_at(session), job_file is not None))
     session.injected = attempt(
         runtime, lambda: Injected(runtime, job, overrides, len(roles.workers), run_dir)
     )

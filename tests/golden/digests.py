@@ -20,7 +20,7 @@ from mpitrain.checkpoint.parts import FOLDER
 
 MODELS = {"model": "model", "model-ema": "ema", "model-best": "best"}
 CHANCE = {  # besides what ends in `_s` or `_ms`
-    "attempt", "energy_joules", "energy_source", "hosts", "idle_share", "library", "measured", "node_hours",
+    "attempt", "energy_joules", "energy_source", "goodput", "hosts", "idle_share", "library", "measured", "node_hours",
     "num_threads", "replay", "resumed_run", "run", "run_dir", "self", "sha256", "spread", "t", "time", "transport",
     "warmup_steps", "written_by",
 }  # fmt: skip

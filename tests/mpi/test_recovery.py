@@ -95,6 +95,9 @@ def test_who_is_left_goes_on_as_a_resume_with_fewer_workers_does(tmp_path, strat
     assert (result["lost"], result["samples"], result["fault_tolerance"]) == ({"0": "died"}, 6 * 48, "ulfm")
     assert [(row["step"], row["lost"], row["workers"]) for row in result["recoveries"]] == [(step, [0], 2)]
     assert [detail["rank"] for detail in result["ranks"]] == [1, 2]
+    spent = result["goodput"]
+    assert spent["samples_useful"] == result["samples"] and sum(spent["seconds"].values()) == spent["wall_s"]
+    assert spent["seconds"]["waiting"] > 0 == spent["seconds"]["restart"]
     rows = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
     assert [row["rank"] for row in rows if row["event"] == "worker lost"] == [0]
     told = [(row["tick"], row["ticks"]) for row in rows if row["event"] == "schedule"]

@@ -39,9 +39,12 @@ def test_the_parts_add_up_to_the_wall_time_and_all_samples_are_useful_or_redone(
             clock.now_s += draw.choice([0.1, 0.1, 0.1, 7.0])
             pause_s = draw.choice([0.0, 0.05])
             spent.pause(draw.choice(["checkpoint", "validation"]), pause_s)
-            back = draw.random() < 0.05
-            processed, samples = (processed, samples // 2) if back else (processed + 8, samples + 8)
+            processed, samples = processed + 8, samples + 8
             spent.progress(samples)
+            if draw.random() < 0.05:
+                clock.now_s += draw.choice([0.0, 1.0])
+                samples = draw.choice([samples, samples // 2])
+                spent.begin(samples)
             if draw.random() < 0.2:
                 spent.mark()
         spent.write()  # a kill comes here
@@ -83,6 +86,7 @@ def test_each_second_goes_where_it_belongs(tmp_path):
         again.progress(8 * step)
     clock.now_s += 5.0
     again.end()
+    again.close()
     found = goodput(read_spent(tmp_path))
     wanted = {
         "useful": 20.0, "redone": 8.0, "starting": 3.0 + 1.0 + 1.5, "restart": 4.0 + 0.5, "checkpoint": 0.25,
@@ -112,3 +116,47 @@ def test_time_passes_while_nothing_is_reported_and_torn_lines_cost_nothing_else(
     assert [one.attempt for one in read_spent(tmp_path)] == ["one", "two"]
     assert all(len(line) < 600 for line in (tmp_path / FILE).read_text().splitlines())
     assert goodput([]) == {} and json.dumps(found)
+
+
+@pytest.mark.parametrize(("goes_on_from", "counted_s"), [(8, 0.0), (4, 1000.0)])
+def test_the_time_behind_an_end_on_request_is_the_runs_where_something_is_lost(
+    tmp_path, goes_on_from, counted_s
+):
+    clock = Clock()
+    for attempt, samples in (("one", 0), ("two", goes_on_from)):
+        spent = start(tmp_path, clock, attempt, samples)
+        spent.begin()
+        while samples < (8 if attempt == "one" else 16):
+            clock.now_s += 1.0
+            spent.progress(samples := samples + 1)
+        clock.now_s += 2.0
+        spent.end()
+        clock.now_s += 1.0
+        spent.close()
+        ended_s, clock.now_s = clock.now_s, clock.now_s + 1000.0
+    found = goodput(read_spent(tmp_path))
+    assert found["seconds"]["restart"] == counted_s and found["wall_s"] == ended_s - 1000.0 + counted_s
+    assert (found["samples_useful"], found["samples_redone"]) == (16, 8 - goes_on_from)
+
+
+def test_another_rank_takes_over_where_the_first_was_heard_of_last(tmp_path):
+    """Two of its 6 steps are done again; what is between the two is waiting, not a restart."""
+    clock = Clock()
+    spent = start(tmp_path, clock, "one", 0)
+    spent.begin()
+    for step in range(1, 7):
+        clock.now_s += 1.0
+        spent.progress(step)
+    spent.write()
+    clock.now_s += 3.0
+    after = start(tmp_path, clock, "one", None)
+    clock.now_s += 1.0
+    after.begin(4)
+    for step in range(5, 9):
+        clock.now_s += 1.0
+        after.progress(step)
+    after.close()
+    found = goodput(read_spent(tmp_path))
+    assert (found["samples_useful"], found["samples_redone"]) == (8, 2)
+    assert (found["seconds"]["waiting"], found["seconds"]["restart"]) == (4.0, 0.0)
+    assert found["wall_s"] == clock.now_s

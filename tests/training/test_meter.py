@@ -27,7 +27,10 @@ def take_steps(meter, clock, num_steps=4, **at_step):
 
 
 def make_meter(num_warmup=0):
-    return Meter(SimpleNamespace(progress=lambda *_, **__: None, begin=lambda: None), num_warmup)
+    return Meter(
+        SimpleNamespace(progress=lambda *_, **__: None, begin=lambda *_: None, pause=lambda *_: None),
+        num_warmup,
+    )
 
 
 @pytest.mark.parametrize("num_warmup", [0, 1, 2])

@@ -38,7 +38,7 @@ _FOLDER_NAME = re.compile(r"\d{12,15}")
 _ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 # Files and folders that a run leaves beside its checkpoints.
 _LEFT = (
-    RUN_FILE, "env.json", "env-*.json", "legs.jsonl", "metrics.jsonl", "result.json", "result-*.json",
+    RUN_FILE, "env.json", "env-*.json", "legs.jsonl", "spent.txt", "metrics.jsonl", "result.json", "result-*.json",
     "model.safetensors", "arrivals-*.json", ".arrivals-*.json.tmp",
     "model-best.safetensors", "model-ema.safetensors", "tables-*.safetensors", "best.json", "errors", "stacks",
     "REQUEUE", "restarts.jsonl", "metrics.csv", "metrics-*.csv", "mllog.txt", "tensorboard", "mlflow", "wandb",

@@ -90,6 +90,7 @@ def make_checkpoint_writer(
         read_policy(job.checkpoint_every, injected.mtbf_s), job.keep_checkpoints, about, signals.asked, warn, more,
         writers, frozenset(faults), lambda folder, parts: session.report.checkpoint(folder, parts),
         pauses=session.overrides.checkpoint_pause, drawn=injected.of_part(part),
+        spent=session.account.spent if session.account else None,
     )  # fmt: skip
     return CheckpointWriter(plan)
 
