@@ -74,7 +74,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     option(
         parser, "--ft", "LEVEL",
-        "survive the death of a worker. ulfm: Open MPI 5's mpirun; heartbeat: MPICH under srun, where a worker "
+        "survive the death of a worker. ulfm: Open MPI 5, mpirun or srun; heartbeat: MPICH under srun, where a worker "
         "that has been silent for --heartbeat-s (an option of train) is evicted",
         default="none", choices=("none", "ulfm", "heartbeat"),
     )  # fmt: skip

@@ -73,6 +73,9 @@ except (ImportError, RuntimeError) as error:  # of a build against one library, 
         "threads=4) or --threads 4, and mpitrain.simulate works"
     ) from None
 
+if asks_for_ulfm() and under_slurm.is_from_slurm() and not under_slurm.why_not():
+    under_slurm.share_connection()
+
 # HUP where somebody had loaded MPI before. To Intel MPI USR1 is its launcher's word that a rank has died: it asks who,
 # and where that is Slurm, which knows no such question, its next call fails.
 end_requests.take_back()

@@ -412,9 +412,11 @@ class Runtime(Ranks):
             self.engine.stop(self._patience_s)
             self.barrier()
             if self.fault_tolerance == "ulfm" and under_slurm.hangs_in_finalize():
+                under_slurm.leave()
                 flush(sys.stdout)
                 os._exit(self.exit_code)
             MPI.Finalize()
+            under_slurm.leave()
         except Exception as error:
             late = self.fault_tolerance == "heartbeat" and isinstance(error, TimeoutError)
             if not late and (self.fault_tolerance != "ulfm" or not is_lost_peer(error)):

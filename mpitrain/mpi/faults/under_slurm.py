@@ -1,22 +1,26 @@
 """ULFM where Slurm's PMIx plugin has started the ranks of Open MPI, and no launcher of Open MPI has prepared it.
 
-Three things are missing there. Open MPI's settings for ULFM, which its launcher takes from a file (`ft-mpi`), come from
+Four things are missing there. Open MPI's settings for ULFM, which its launcher takes from a file (`ft-mpi`), come from
 here. A node that falls silent without a closed connection is found by Open MPI's detector, which needs its thread: a
-rank may compute for longer between two calls of MPI than a node may be silent. And Open MPI tells Slurm of each rank
-that has died, upon which the plugin ends the step: a library of one function that does nothing takes the place of
-PMIx's, and has to be loaded before MPI is. It is built by the C compiler of the node when it is needed, and is gone as
-soon as it is loaded, so that nodes share no file. This file imports only the standard library.
+rank may compute for longer between two calls of MPI than a node may be silent. Open MPI tells Slurm of each rank that
+has died, upon which the plugin ends the step: a library of one function that does nothing takes the place of PMIx's,
+and has to be loaded before MPI is. It is built by the C compiler of the node when it is needed, and is gone as soon as
+it is loaded, so that nodes share no file. And the plugin ends the step when a rank's connection to it closes, as that
+of a rank that is killed on a node that lives: a process that sleeps shares it. This file imports only the standard
+library.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 # What `mpirun --with-ft ulfm` takes from Open MPI's own file, and the detector, which it leaves off.
@@ -36,9 +40,11 @@ int PMIx_Notify_event(int status, const void *source, unsigned char range, const
     return 0;
 }
 """
+_SLEEPS = "trap '' HUP INT TERM USR1 USR2; exec sleep infinity"  # what the ranks are asked, it is not
 _COMPILER_S = 30  # on a slow file system
 
 _why_not = ""
+_sharing: subprocess.Popen[bytes] | None = None
 
 
 def is_from_slurm() -> bool:
@@ -71,6 +77,48 @@ def _load(compiler: list[str]) -> None:
         if run.returncode:
             raise OSError(" ".join([f"exit code {run.returncode}", *run.stderr.strip().splitlines()[-1:]]))
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def share_connection(environ: Mapping[str, str] = os.environ) -> None:
+    """Once MPI has started: have a process that sleeps share this rank's connection to Slurm's PMIx server. The server
+    takes a connection that closes for an abort, and ends the step; of a rank that is killed it stays open so, until the
+    step ends and Slurm ends all that is left of it. `leave` ends that process with the rank."""
+    global _sharing
+    ports = [int(port) for uri in _server_uris(environ) if (port := uri.rpartition(":")[2]).isdigit()]
+    found = [number for number in _open_sockets() if _port_of_peer(number) in ports]
+    if found:
+        nowhere = subprocess.DEVNULL  # srun waits for the rank's own streams to close
+        _sharing = subprocess.Popen(
+            ["sh", "-c", _SLEEPS], stdin=nowhere, stdout=nowhere, stderr=nowhere, pass_fds=found
+        )
+
+
+def _server_uris(environ: Mapping[str, str]) -> list[str]:
+    return [value for name, value in environ.items() if name.startswith("PMIX_SERVER_URI")]
+
+
+def _open_sockets() -> list[int]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of the listing itself
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.append(int(name))
+    return found
+
+
+def _port_of_peer(number: int) -> int | None:
+    """Of a connection over IP."""
+    try:
+        with socket.socket(fileno=os.dup(number)) as one:
+            return int(one.getpeername()[1])
+    except (OSError, IndexError, TypeError, ValueError):
+        return None
+
+
+def leave() -> None:
+    """At the orderly end of this rank."""
+    if _sharing is not None:
+        _sharing.kill()
 
 
 def why_not() -> str:
