@@ -1,4 +1,4 @@
-"""`mpitrain runs`: finished runs beside one another, and the best setting among them."""
+"""`mpitrain runs`: runs beside one another, the best setting among them, and what the time of one went to."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ _BEST_DESCRIPTION = """\
 Print the directory of a run of the best setting: of runs that differ in seed
 and fold alone the mean counts, so no run is chosen for its luck. How good the
 setting is, and what it gives on a held-out part, goes to stderr."""
+
+_GOODPUT_DESCRIPTION = """\
+Print what the wall time of a run went to over all its starts, until now where
+it is under way, and its useful samples a second, over those of the same run
+undisturbed on the same machine."""
+
+_GOODPUT_EPILOG = """\
+examples:
+  mpitrain runs goodput runs/faulty
+  mpitrain runs goodput runs/faulty runs/calm"""
 
 _EPILOG = """\
 DIR is a run, a sweep, or a directory of runs.
@@ -51,6 +61,11 @@ def add_parser(commands: Any) -> None:
         "shards that nothing was chosen by, to measure the best setting on (default: --test of the runs, or test= "
         "of their job)",
     )  # fmt: skip
+    spent = command(
+        actions, "goodput", "what a run's time went to", run_goodput, _GOODPUT_DESCRIPTION, _GOODPUT_EPILOG
+    )
+    option(spent, "folder", "RUN", "the directory of a run", Path)
+    option(spent, "undisturbed", "UNDISTURBED", "that of the same run undisturbed", Path, nargs="?")
     for one in (shown, best):
         option(one, "folders", "DIR", "runs, sweeps, or directories of runs", nargs="+")
         option(
@@ -77,6 +92,13 @@ def run_table(arguments: argparse.Namespace) -> None:
         hand_out(as_csv(found))
     else:
         say(as_text(found))
+
+
+def run_goodput(arguments: argparse.Namespace) -> None:
+    """Print the parts of a run's time, and its goodput."""
+    from mpitrain.reporting.goodput import goodput_text
+
+    say(goodput_text(arguments.folder, arguments.undisturbed))
 
 
 def run_best(arguments: argparse.Namespace) -> None:

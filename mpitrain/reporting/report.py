@@ -26,6 +26,7 @@ from mpitrain.errors import OutputError
 from mpitrain.reporting.console import Console, date, short
 from mpitrain.reporting.families import line_of
 from mpitrain.reporting.fom import SILENT, fom_line, rate_per_worker
+from mpitrain.reporting.goodput import shares_if_disturbed
 from mpitrain.reporting.listeners import call, open_logs
 from mpitrain.reporting.rows import METRICS_FILE, METRICS_SCHEMA
 from mpitrain.system.files.atomic import write_durable
@@ -362,6 +363,18 @@ class NullReport:
 
     def close(self) -> None:
         """Nothing."""
+
+
+def report_end(report: Report | NullReport, result: Mapping[str, Any]) -> None:
+    """Report how the run ended, what was measured, and where the model is."""
+    fields = {"status": result["status"], "samples": result["samples"], **result["metrics"]}
+    if "virtual_s" in result:
+        fields["virtual_s"] = result["virtual_s"]
+    if result["failure"]:
+        fields["failure"] = explained(result["failure"])
+    if shares := shares_if_disturbed(result.get("goodput", {})):
+        report.event("wall time", **shares)
+    report.event("end", **fields, model=result["model"])
 
 
 def set_aside(path: Path) -> None:

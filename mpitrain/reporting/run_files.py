@@ -19,7 +19,7 @@ from mpitrain.reporting.traced_time import TracedTime, read_traces
 from mpitrain.system.files.folders import check_readable
 from mpitrain.system.files.run_directory import RUN_FILE, read_json
 
-_USUAL = {"progress", "validation", "end", "start", "checkpoint", "training"}
+_USUAL = {"progress", "validation", "end", "start", "checkpoint", "training", "wall time"}
 # What is worth knowing, and neither a fault nor a warning.
 _NOTES = {
     "data", "allreduce", "initial weights", "schedule", "codec", "own parameters", "other options", "newest checkpoint",

@@ -9,10 +9,9 @@ import math
 from itertools import pairwise
 from typing import Any
 
-from mpitrain.reporting.report import Report
+from mpitrain.reporting.report import Report, report_end
 from mpitrain.system.saying import tell
 from mpitrain.training.measure import relative_deviation
-from mpitrain.training.session import report_end
 from mpitrain.virtual import VirtualWorld
 
 FEWEST_BATCHES = 10  # for each worker

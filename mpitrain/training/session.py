@@ -27,7 +27,7 @@ from mpitrain.inject import Straggler
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.reporting.environment import code_places, code_versions, collect
 from mpitrain.reporting.listeners import read_logs
-from mpitrain.reporting.report import NullReport, Report, Reported, explained, set_aside, write_json, writing
+from mpitrain.reporting.report import NullReport, Report, Reported, report_end, set_aside, write_json, writing
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.checkpoint_policy import read_policy
 from mpitrain.strategies.features import LOOP, why_not
@@ -440,16 +440,6 @@ def _describe_start(session: Session) -> None:
             f"--inject {again} counts from this start on, and fires again, as it may have in the one before"
         )
         session.report.event("warning", text=text)
-
-
-def report_end(report: Report | NullReport, result: dict[str, Any]) -> None:
-    """Report how the run ended, what was measured, and where the model is."""
-    fields = {"status": result["status"], "samples": result["samples"], **result["metrics"]}
-    if "virtual_s" in result:
-        fields["virtual_s"] = result["virtual_s"]
-    if result["failure"]:
-        fields["failure"] = explained(result["failure"])
-    report.event("end", **fields, model=result["model"])
 
 
 def result_of(session: Session, gathered: list[RunOutcome]) -> dict[str, Any]:

@@ -61,6 +61,7 @@ job = mt.Job(
 COMMANDS = [
     "runs table {a} {b}", "runs table {a} {b} --csv -", "runs table {a} {b} --csv {out}.csv --html {out}.html",
     "runs best {a} {b} --metric accuracy", "runs best {a} {b}", "runs table {evil}",
+    "runs goodput {a}", "runs goodput {a} {evil}", "runs goodput {evil}",
     "report {a} {b} -o {out}.html", "compare {a} {b}", "compare {a} {b} --across other --json {out}.json",
     "ensemble {a} {b} -o {out}", "predict {a} {evil} -o {out}.h5", "export {a} -o {out}.pt2",
     "data info {evil}", "data check {evil}", "data pack {evil} {out}", "data stage {evil} {out}",

@@ -46,6 +46,10 @@ def test_a_run_that_was_killed_accounts_for_its_time_its_samples_and_its_drawn_f
     died_s = float((tmp_path / "died").read_text())
     assert seconds["restart"] + seconds["starting"] >= legs[1].began_s - died_s
 
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (told_shares,) = [row for row in rows if row["event"] == "wall time"]
+    assert told_shares["restart"] == pytest.approx(seconds["restart"] / found["wall_s"], abs=1e-3)
+
     told = [
         (kind, int(number), float(at_s)) for kind, number, at_s in TOLD.findall(again.stdout + again.stderr)
     ]

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from mpitrain.reporting.goodput import shares_of
 from mpitrain.reporting.pages.answers import met_target, seconds_text
 from mpitrain.reporting.pages.figures import compact, count_text
 from mpitrain.reporting.pages.times import SHARES, worker_times
@@ -16,6 +17,7 @@ from mpitrain.reporting.repetitions import measured
 from mpitrain.reporting.run_files import RunFiles
 from mpitrain.reporting.targets import LOSS, Choice, Target, read_target
 from mpitrain.system.sizes import counted
+from mpitrain.system.time_spent import goodput, read_spent
 
 _STATUS = {
     "ok": ("finished", "good"), "missed": ("target missed", "warn"), "fail": ("failed", "bad"),
@@ -181,6 +183,9 @@ def _work(run: RunFiles) -> Iterable[str]:
         parts = {what: sum(one[key] for one in times) / whole for key, what in SHARES.items()}
         said = [f"{100 * share:.0f} % {what}" for what, share in parts.items() if share >= 0.005]
         yield f"The workers' time: {', '.join(said)}."
+    if spent := goodput(read_spent(run.folder)):
+        said = [f"{100 * share:.0f} % {part}" for part, share in shares_of(spent).items()]
+        yield f"The run's wall time, {seconds_text(spent['wall_s'])} over all its starts: {', '.join(said)}."
     if (mean := _number(run.result.get("staleness_mean"))) is not None:
         most, dropped = run.result.get("staleness_max"), run.result.get("dropped") or "none"
         yield f"Staleness of gradients: {mean:.1f} versions in the mean, {most} at most; dropped: {dropped}."
