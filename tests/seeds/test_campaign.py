@@ -52,6 +52,12 @@ FAILED_ONCE = (
     # the only one that trained in a warm-up was given up by two of three servers
     Serving(row="ssp, two in flight", servers=3, seed=3497, warmup=(1, 1.0),
             starts=(Start(naps=((0, 9),), patient=(2,)),)),
+    # where servers clip, nobody found room behind one that had died
+    Serving(row="sync, clipped", servers=2, seed=75377, most_s=2.0, window=2,
+            starts=(Start(workers=5, kills=((0, 9),)),)),
+    # there, too, a server waited for a message although the next thing to do was an update without the dead
+    Serving(row="sync, by speed, clipped", servers=3, seed=94492,
+            starts=(Start(validate=3, units=3, workers=3, kills=((2, 18), (0, 10)), naps=((1, 24),)),)),
     # by seconds peers know of a validation at different steps, and asked one another then
     Peering(topology="exponential", seed=9525, law="heavy", warmup=(1, 0.3),
             last=PeerStart(validate_s=2.0, over_after=1)),

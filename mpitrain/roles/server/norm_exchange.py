@@ -105,13 +105,17 @@ class _Listener(FailureDetector):
     """Hears other servers, too, and takes up what workers send when its turn has come.
 
     Args:
-        exchange: takes what servers send; before: is run before listening.
+        exchange: takes what servers send; before: is run before listening; passed: is told of a worker of which
+            what was due does not come.
         leads: takes up messages as they come; otherwise in the order that is heard.
     """
 
-    def __init__(self, exchange: NormExchange, before: Callable[[], Steps], leads: bool, *arguments: Any):
+    def __init__(
+        self, exchange: NormExchange, before: Callable[[], Steps], passed: Callable[[int], None], leads: bool,
+        *arguments: Any,
+    ):  # fmt: skip
         super().__init__(*arguments)
-        self.exchange, self.before, self.leads = exchange, before, leads
+        self.exchange, self.before, self.passed, self.leads = exchange, before, passed, leads
         self.waits_for_servers = False  # everything else is put off
         self.serves = True  # or else no update follows, and no order matters any more
         self._put_off: deque[Arrived] = deque()
@@ -146,10 +150,17 @@ class _Listener(FailureDetector):
         return self.exchange.is_behind if following is None else self.exchange.number < following.update
 
     def _following(self) -> Ordered | None:
-        """What the dealing server has taken up next, as far as it is known."""
-        while self._order and self.is_lost(self._order[0].worker):
-            self._order.popleft()
+        """What the dealing server has taken up next, as far as it is known, and comes here, too."""
+        while self._order and self._is_missing(self._order[0]):
+            self.passed(self._order.popleft().worker)
         return self._order[0] if self._order else None
+
+    def _is_missing(self, ordered: Ordered) -> bool:
+        """Whether the worker is lost, or has died before it could send this shard the same."""
+        if self.is_lost(ordered.worker):
+            return True
+        first = next((message for source, message in self._put_off if source == ordered.worker), None)
+        return isinstance(first, Lost) and not ordered.how
 
     def _due(self) -> Arrived | None:
         """What is to be taken up next, if it is here."""
@@ -173,8 +184,6 @@ class _Listener(FailureDetector):
         for arrived in self._put_off:
             if arrived[0] == worker:
                 self._order.popleft()
-                if isinstance(arrived[1], Lost):  # it died before it could send this shard the same
-                    return None
                 self._put_off.remove(arrived)
                 return arrived
         return None
@@ -203,6 +212,7 @@ class ClippingServer(FaultTolerantServer):
         self.detector = self._listener = _Listener(
             self.exchange,
             self._before_listening,
+            self.gathering.pass_over,  # or else nobody behind it would find room
             self.leads,
             self.tracker,
             self.table.is_lost,
