@@ -88,7 +88,7 @@ ASKED: dict[str, Asked] = {
         lambda run: [
             one
             for one in run.overrides.injections
-            if isinstance(one, inject.AtWorker) and not isinstance(one, inject.Flip)
+            if inject.asks_for(one, inject.AtWorker) and not isinstance(one, inject.Flip)
         ],
         "{why}",
     ),

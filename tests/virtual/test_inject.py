@@ -16,6 +16,7 @@ from mpitrain.inject import (
     Crash,
     DiskFull,
     Exit,
+    Flip,
     Kill,
     KillAtEnd,
     Nan,
@@ -199,6 +200,7 @@ def test_texts_round_trip_and_values_are_taken_for_texts():
         Slow(2, 5), Pause(1, 50, 2), Stall(0, 0.1, 1.5), Kill(2, 50, after_s=0.25), Segv(1, 0), Exit(0, 3), Raise(1, 2),
         KillAtEnd(1), Stop(0, 1), Wedge(3, 1), Nan(0, 7), Torn(1, 1), DiskFull(2), CorruptFile(1, "worker-0"),
         Crash(mtbf_s=60.0, at_s=5.0), SlowReader(1, 0.5), Poisson(15.0, "kill,stop", seed=2),
+        Flip(1, 5, "optimizer", tensor=3, bit=7),
     )  # fmt: skip
     assert {type(value) for value in values} == set(registered("inject"))
     assert read(texts(values)) == values

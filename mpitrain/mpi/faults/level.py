@@ -38,7 +38,7 @@ def why_not_asked_level(library: str, has_ulfm: bool, environ: Mapping[str, str]
     if has_ulfm:
         return (
             "MPITRAIN_FT=ulfm needs a launch that has it, and this one has not: mpirun --with-ft ulfm ..., or mpitrain "
-            "launch --ft ulfm -n N ..., or srun --mpi=pmix -K0 --no-kill --wait=0 ..."
+            "launch --ft ulfm -n N ..., or srun --mpi=pmix -K0 --no-kill --wait=0 ...; leave it out, which is `restart`"
         )
     return (
         "MPITRAIN_FT=ulfm needs an MPI that informs ranks of a death, which Open MPI 5 under its own mpirun does, and "
