@@ -231,10 +231,12 @@ class Cluster:
     def kill_node(self, name: str) -> None:
         """Take a node away: its daemon, its job steps and everything that runs in them die at once."""
         namespace = os.readlink(f"/proc/{(self.root / 'pids' / name).read_text().strip()}/ns/uts")
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if os.readlink(entry / "ns" / "uts") == namespace:
-                    _kill(int(entry.name), signal.SIGKILL)
+        # Stopped first, or Slurm's daemons would see the ranks die before they do, and say so.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for entry in Path("/proc").glob("[0-9]*"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(entry / "ns" / "uts") == namespace:
+                        _kill(int(entry.name), number)
 
     def down(self) -> None:
         """End all jobs and daemons of this cluster; whatever still runs after 3 s is killed."""
