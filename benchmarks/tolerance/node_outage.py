@@ -68,13 +68,13 @@ class Run:
             self.process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=env)
 
     def batches(self) -> dict[str, list[float]]:
-        """When each batch of each rank has begun."""
+        """When each batch of each rank that computes has begun."""
         found = {path.name: path.read_text().split("\n")[:-1] for path in self.notes.iterdir()}
-        return {rank: [float(at) for at in lines] for rank, lines in found.items()}
+        return {rank: [float(at) for at in lines] for rank, lines in found.items() if lines}
 
     def wait_for_batches(self, number: int) -> None:
         deadline_s = time.monotonic() + DEADLINE_S
-        while min(map(len, self.batches().values()), default=0) < number:
+        while len(found := self.batches()) < 2 or min(map(len, found.values())) < number:
             if self.process.poll() is not None or time.monotonic() > deadline_s:
                 raise SystemExit(f"the run has not come to batch {number}:\n{self.log.read_text()}")
             time.sleep(0.05)
